@@ -1,0 +1,26 @@
+"""Attention for LLM inference in Triton: variable-length prefill, prefix-cache attention and paged decode."""
+
+from .api import paged_attention, prefix_attention, varlen_attention
+from .errors import ArgumentTypeError, ArgumentValueError, TritonAttnError, UnsupportedError
+from .extras import alibi_slopes, attention_temperature
+from .kv_cache import copy_blocks, gather_kv_cache, swap_blocks, write_kv_cache
+from .merge import merge_states
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "TritonAttnError",
+    "UnsupportedError",
+    "alibi_slopes",
+    "attention_temperature",
+    "copy_blocks",
+    "gather_kv_cache",
+    "merge_states",
+    "paged_attention",
+    "prefix_attention",
+    "swap_blocks",
+    "varlen_attention",
+    "write_kv_cache",
+]

@@ -1,0 +1,97 @@
+"""Kernels by what selects their machine code; the only file that calls Triton's compiler or launches anything.
+
+Triton's own launch path specialises integers that are 1 or divisible by 16, so a batch of one or an odd stride would compile
+in the middle of serving.  Here a binary is selected by the kernel, its constants, its options and its arguments' dtypes, and
+by nothing else: no length, batch size or stride can cause a compile.  Alignment is a constant that the caller states.
+
+A kernel's runtime arguments are tensors, numbers, None, or named tuples of these; constants may be named tuples too.  Integers travel as int32, except the fields
+of named tuples whose names start with ``stride``: these are int64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .device import Device
+
+_TYPES = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+
+
+class Options(NamedTuple):
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def launch(kernel, grid: int, args: tuple, constants: Mapping[str, object], options: Options, device: Device, where: torch.device):
+    """Run ``kernel`` over ``grid`` programs on the current stream of ``where``; an empty grid runs nothing."""
+    if grid == 0:
+        return
+    if device.is_interpreter:
+        kernel[(grid,)](*args, **constants)
+        return
+    index = where.index if where.index is not None else torch.cuda.current_device()
+    other = index != torch.cuda.current_device()
+    with torch.cuda.device(index) if other else contextlib.nullcontext():
+        key = (kernel, index, tuple(constants.values()), _signature(args), options)
+        binary = _compiled.get(key)
+        if binary is None:
+            binary = _compiled[key] = compile_for(kernel, args, constants, options, device)
+        binary[(grid, 1, 1)](*args, *constants.values())
+
+
+def compile_for(kernel, args: tuple, constants: Mapping[str, object], options: Options, device: Device):
+    """The compiled kernel for ``device``; needs no GPU.  ``args`` give dtypes only, CPU tensors will do."""
+    names = kernel.arg_names
+    given = _signature(args)
+    signature: dict[str, object] = dict(zip(names, given, strict=False))
+    constexprs: dict[tuple[int, ...], object] = {}
+    for name, value in constants.items():
+        i = names.index(name)
+        if isinstance(value, tuple):
+            signature[name] = type(value)(*("constexpr" for _ in value))
+            constexprs |= {(i, j): part for j, part in enumerate(value)}
+        else:
+            signature[name] = "constexpr"
+            constexprs[(i,)] = value
+    for i, entry in enumerate(given):
+        if entry == "constexpr":
+            constexprs[(i,)] = None
+        elif isinstance(entry, tuple):
+            constexprs |= {(i, j): None for j, part in enumerate(entry) if part == "constexpr"}
+    source = ASTSource(kernel, signature, constexprs)
+    target = GPUTarget(device.backend, device.arch, device.warp_size)
+    return triton.compile(source, target=target, options=options._asdict())
+
+
+def count() -> int:
+    """How many binaries this process has compiled or loaded."""
+    return len(_compiled)
+
+
+def _signature(args: tuple) -> tuple:
+    return tuple(_type(arg, "") for arg in args)
+
+
+def _type(arg: object, name: str) -> object:
+    if arg is None:
+        return "constexpr"
+    if isinstance(arg, torch.Tensor):
+        return _TYPES[arg.dtype]
+    if isinstance(arg, tuple):
+        return type(arg)(*map(_type, arg, arg._fields))  # type: ignore[attr-defined]
+    if isinstance(arg, int):
+        return "i64" if name.startswith("stride") else "i32"
+    return "fp32"

@@ -1,0 +1,95 @@
+"""What the package knows of a GPU; the only file that asks one anything."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from . import settings
+from .errors import UnsupportedError
+
+# Shared memory one block may take, in bytes, by Triton's name of the architecture.
+SHARED_MEMORY = {
+    75: 65_536, 80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 110: 232_448,
+    120: 101_376, 121: 101_376,
+    "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840, "gfx1100": 65_536, "gfx1101": 65_536, "gfx1200": 65_536,
+    "gfx1201": 65_536,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as planning and tuning see it.  ``arch`` is Triton's: 90 for sm_90, "gfx942"; "cpu" for the interpreter."""
+
+    backend: str  # "cuda", "hip" or "interpreter"
+    arch: int | str
+    name: str
+    sm_count: int
+    shared_memory: int
+    warp_size: int
+
+    @property
+    def is_interpreter(self) -> bool:
+        return self.backend == "interpreter"
+
+    @property
+    def has_bf16(self) -> bool:
+        return not (self.backend == "cuda" and isinstance(self.arch, int) and self.arch < 80)
+
+    @property
+    def has_native_e4m3(self) -> bool:
+        """Whether Triton converts float8 e4m3fn by an instruction; elsewhere it is decoded by integer arithmetic."""
+        return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 89
+
+    @property
+    def title(self) -> str:
+        """How a message names it: ``NVIDIA H200 (sm_90)``."""
+        return f"{self.name} (sm_{self.arch})" if self.backend == "cuda" else f"{self.name} ({self.arch})"
+
+
+INTERPRETER = Device("interpreter", "cpu", "Triton interpreter", 1, 1 << 30, 1)
+
+
+def target(arch: int | str, *, name: str = "", sm_count: int = 108) -> Device:
+    """A device described by its architecture alone, for compiling and explaining without one."""
+    shared = SHARED_MEMORY[arch]
+    if isinstance(arch, int):
+        return Device("cuda", arch, name or "CUDA GPU", sm_count, shared, 32)
+    return Device("hip", arch, name or "AMD GPU", sm_count, shared, 64 if arch.startswith("gfx9") else 32)
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether kernels run through Triton's interpreter: asked for by TRITON_INTERPRET, or no GPU is there."""
+    if settings.INTERPRET is not None:
+        return settings.INTERPRET
+    return not torch.cuda.is_available()
+
+
+@functools.cache
+def describe(device: torch.device) -> Device:
+    """The Device a tensor lives on."""
+    if device.type == "cpu":
+        if interpreting():
+            return INTERPRETER
+        raise UnsupportedError(
+            "tritonattn: tensors are on the CPU, and this machine has a GPU to run on; got device cpu. Move them with "
+            ".cuda(), or set TRITON_INTERPRET=1 before the program starts to run on the CPU through Triton's interpreter."
+        )
+    if interpreting():
+        return INTERPRETER
+    if device.type != "cuda":
+        raise UnsupportedError(
+            f"tritonattn: tensors must be on a CUDA or ROCm GPU, or on the CPU where there is none; got device {device}. "
+            "Move them with .cuda()."
+        )
+    facts = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch: int | str = facts.gcnArchName.split(":")[0]
+        backend, warp = "hip", 64 if str(arch).startswith("gfx9") else 32
+    else:
+        arch, backend, warp = facts.major * 10 + facts.minor, "cuda", 32
+    shared = getattr(facts, "shared_memory_per_block_optin", 0) or SHARED_MEMORY.get(arch, 65_536)
+    return Device(backend, arch, facts.name, facts.multi_processor_count, shared, warp)

@@ -1,0 +1,330 @@
+"""Attention of packed queries over cached keys, packed keys, or the first followed by the second.
+
+    out_i = sum_j softmax_j(s_ij) v_j,   s_ij = scale q_i . k_j  (capped, biased and masked)
+
+A program takes one tile of (token, head) rows of one sequence and one KV head, and one split of the keys that they see.
+The three public functions are this kernel with other sources of keys.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import masks, softmax
+from .casts import decode, round_to
+from .tiles import dot, find_sequence, load_tile, page_slots, store_tile
+
+
+class Scoring(NamedTuple):
+    softmax_scale: object
+    softcap: object
+    query_scale: object  # [total_q] or None
+    alibi_slopes: object  # [Hq] or [B, Hq] or None
+    stride_alibi_seq: object
+    stride_alibi_head: object
+    sinks: object  # [Hq] or None
+    stride_sinks: object
+
+
+class Masking(NamedTuple):
+    left: object
+    right: object
+    chunk: object
+    tree: object  # [total_q, width] bytes or None
+    stride_tree_row: object
+    stride_tree_col: object
+    tree_width: object
+
+
+class Dequantise(NamedTuple):
+    """True value = stored value x scale; ``ptr`` None: the same scale everywhere."""
+
+    value: object
+    ptr: object
+    stride_seq: object
+    stride_head: object
+
+
+class Source(NamedTuple):
+    """Keys and values of one sequence and one KV head; key ``first`` is the source's first."""
+
+    k: object
+    v: object
+    k_stride_token: object
+    v_stride_token: object
+    k_stride_page: object
+    v_stride_page: object
+    page_ids: object  # None: the rows are packed
+    table: object
+    first: object
+
+
+class Queries(NamedTuple):
+    """A tile's rows: what they are multiplied with and what they see."""
+
+    q: object  # [BLOCK_M, BLOCK_D]
+    q_tail: object  # [BLOCK_M, TAIL_D]
+    pos: object  # [BLOCK_M] absolute position
+    first: object  # [BLOCK_M] keys first <= j < last are seen
+    last: object
+    slopes: object  # [BLOCK_M]
+    softcap: object
+    row_ok: object  # [BLOCK_M]
+    tree_rows: object  # [BLOCK_M] pointers
+    tree: object  # Masking
+    first_new: object  # the first key that the tree mask speaks of
+
+
+@triton.jit
+def load_scale(scale, sequence, kv_head):
+    value = scale.value
+    if scale.ptr is not None:
+        value = tl.load(scale.ptr + sequence * scale.stride_seq + kv_head * scale.stride_head)
+    return value
+
+
+@triton.jit
+def load_keys(row_ptrs, ok, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, like, MASKED: tl.constexpr, SPEC):
+    tile = load_tile(row_ptrs, ok, FIRST, BLOCK, DIM, MASKED, SPEC.ALIGNED)
+    if FORMAT != "":
+        tile = decode(tile, FORMAT, like.dtype, SPEC.NATIVE_FP8)
+    return tile
+
+
+@triton.jit
+def visit(acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, high, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
+    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it.  Nothing outside low..high is read."""
+    offs_n = begin + tl.arange(0, SPEC.BLOCK_N)
+    ok = (offs_n >= low) & (offs_n < high)
+    visible = ok[None, :]
+    if MASKED:
+        visible = visible & masks.is_visible(offs_n, rows.first, rows.last)
+        if SPEC.HAS_TREE:
+            visible = visible & masks.is_visible_in_tree(
+                offs_n, rows.first_new, rows.tree_rows, rows.row_ok, rows.tree.tree_width, rows.tree.stride_tree_col
+            )
+            # A key that no row sees may hold anything: 0 x NaN would reach the sum.
+            ok = ok & (tl.max((visible & rows.row_ok[:, None]).to(tl.int32), 0) > 0)
+
+    if source.page_ids is not None:
+        page, slot = page_slots(source.page_ids, source.table, offs_n, ok, SPEC.PAGE_SIZE, MASKED)
+        k_rows = source.k + page * source.k_stride_page + slot * source.k_stride_token
+        v_rows = source.v + page * source.v_stride_page + slot * source.v_stride_token
+    else:
+        token = (offs_n - source.first).to(tl.int64)
+        k_rows = source.k + token * source.k_stride_token
+        v_rows = source.v + token * source.v_stride_token
+
+    k = load_keys(k_rows, ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
+    qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)  # [BLOCK_M, BLOCK_N]
+    if SPEC.TAIL_D > 0:
+        k_tail = load_keys(k_rows, ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
+        qk = dot(rows.q_tail, tl.trans(k_tail), qk, SPEC.INTERPRETED)
+    v = load_keys(v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
+
+    s = softmax.logits(qk, row_scale, rows.softcap, rows.slopes, rows.pos, offs_n, SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI)
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    p, alpha, row_max, row_sum = softmax.step(row_max, row_sum, s, MASKED)
+
+    p = round_to(p, v.dtype, SPEC.INTERPRETED)
+    acc = dot(p, v, acc * alpha[:, None], SPEC.INTERPRETED)
+    if SPEC.TAIL_DV > 0:
+        v_tail = load_keys(v_rows, ok, SPEC.BLOCK_DV, SPEC.TAIL_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
+        acc_tail = dot(p, v_tail, acc_tail * alpha[:, None], SPEC.INTERPRETED)
+    return acc, acc_tail, row_max, row_sum
+
+
+@triton.jit
+def attend(acc, acc_tail, row_max, row_sum, row_scale, rows, source, low, high, full_low, full_high, FORMAT: tl.constexpr, SPEC):
+    """All tiles of one source's keys low..high: first the edges, masked, then the interior that every row sees."""
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
+    start = low
+    if source.page_ids is not None:
+        start = low // BLOCK_N * BLOCK_N  # whole pages a tile
+    end = start + tl.cdiv(tl.maximum(high - start, 0), BLOCK_N) * BLOCK_N
+    full_low = tl.maximum(full_low, low)
+    full_high = tl.minimum(full_high, high)
+    full_start = start + tl.cdiv(full_low - start, BLOCK_N) * BLOCK_N
+    full_start = tl.minimum(full_start, end)
+    full_end = tl.maximum(start + tl.maximum(full_high - start, 0) // BLOCK_N * BLOCK_N, full_start)
+    before = (full_start - start) // BLOCK_N
+    edges = before + (end - full_end) // BLOCK_N
+    for i in tl.range(0, edges):
+        begin = tl.where(i < before, start + i * BLOCK_N, full_end + (i - before) * BLOCK_N)
+        acc, acc_tail, row_max, row_sum = visit(
+            acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, high, FORMAT, True, SPEC
+        )
+    for begin in tl.range(full_start, full_end, BLOCK_N):
+        acc, acc_tail, row_max, row_sum = visit(
+            acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, high, FORMAT, False, SPEC
+        )
+    return acc, acc_tail, row_max, row_sum
+
+
+@triton.jit
+def store_rows(output, acc, acc_tail, lse, split, token, head, row_ok, SPEC):
+    """A tile's rows of out and lse; ``token`` counts over the whole batch."""
+    rows = output.ptr + split * output.stride_split + token.to(tl.int64) * output.stride_token + head * output.stride_head
+    store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
+    if SPEC.TAIL_DV > 0:
+        store_tile(rows, acc_tail, row_ok, SPEC.BLOCK_DV, SPEC.TAIL_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
+    if SPEC.HAS_LSE:
+        tl.store(output.lse + split * output.stride_lse_split + head * output.stride_lse_head + token, lse, mask=row_ok)
+
+
+@triton.jit
+def attention_kernel(
+    q,  # Rows
+    k,  # Rows or None: packed keys
+    v,
+    k_cache,  # Pages or None
+    v_cache,
+    k_scale,  # Dequantise, of the cache; of the packed keys where there is no cache
+    v_scale,
+    table,  # Table or None
+    batch,  # Batch
+    scoring,  # Scoring
+    masking,  # Masking
+    output,  # Output
+    num_kv_heads,
+    num_splits,
+    split_tiles,  # key tiles a split; 0: as many as make num_splits equal splits
+    SPEC: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
+    HEAD_BLOCKS: tl.constexpr = (SPEC.GROUP + SPEC.PACK - 1) // SPEC.PACK
+
+    # Programs that share keys and values stand next to each other; late query tiles, which see most keys, come first.
+    pid = tl.program_id(0)
+    head_block = pid % HEAD_BLOCKS
+    pid = pid // HEAD_BLOCKS
+    kv_head = pid % num_kv_heads
+    pid = pid // num_kv_heads
+    split = pid % num_splits
+    tile = tl.num_programs(0) // (HEAD_BLOCKS * num_kv_heads * num_splits) - 1 - pid // num_splits
+
+    # The sequence, its queries and its keys.
+    if batch.cu_seqlens_q is not None:
+        sequence, tile = find_sequence(batch.cu_seqlens_q, batch.num_seqs, tile, BLOCK_Q)
+        q_start = tl.load(batch.cu_seqlens_q + sequence)
+        q_end = tl.load(batch.cu_seqlens_q + sequence + 1, mask=sequence < batch.num_seqs, other=batch.total_q)
+    else:
+        sequence = tile
+        tile = tile * 0
+        q_start = sequence
+        q_end = sequence + 1
+    len_q = q_end - q_start
+    if tile * BLOCK_Q >= len_q:
+        return
+
+    offs_m = tl.arange(0, SPEC.BLOCK_M)
+    offs_q = tile * BLOCK_Q + offs_m // SPEC.PACK  # [BLOCK_M] token in the sequence
+    head_in_group = head_block * SPEC.PACK + offs_m % SPEC.PACK
+    row_ok = (offs_q < len_q) & (offs_m < BLOCK_Q * SPEC.PACK) & (head_in_group < SPEC.GROUP)
+    token = q_start + offs_q
+    head = (kv_head * SPEC.GROUP + head_in_group).to(tl.int64)
+
+    acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
+    acc_tail = tl.zeros([SPEC.BLOCK_M, SPEC.TAIL_DV if SPEC.TAIL_DV > 0 else 1], tl.float32)
+    nothing = tl.full([SPEC.BLOCK_M], float("-inf"), tl.float32)
+    if sequence >= batch.num_seqs:  # rows past the last sequence
+        store_rows(output, acc, acc_tail, nothing, split, token, head, row_ok, SPEC)
+        return
+
+    context = 0  # keys in the cache
+    k_start = 0  # the sequence's first packed key
+    if not SPEC.HAS_CACHE:
+        k_start = tl.load(batch.lens + sequence)
+        len_k = tl.load(batch.lens + sequence + 1) - k_start
+    else:
+        context = tl.maximum(tl.load(batch.lens + sequence), 0)
+        len_k = context
+        if SPEC.HAS_NEW:
+            k_start = q_start
+            len_k += len_q
+    len_k = tl.maximum(len_k, 0)
+
+    # What the tile's rows see, and this program's share of it.
+    shift = len_k - len_q
+    pos = offs_q + shift  # [BLOCK_M]
+    first_pos = tile * BLOCK_Q + shift
+    last_pos = tl.minimum(tile * BLOCK_Q + BLOCK_Q, len_q) - 1 + shift
+    first, last = masks.interval(
+        pos, len_k, masking.left, masking.right, masking.chunk, SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK
+    )
+    first_a, last_a = masks.interval(
+        first_pos, len_k, masking.left, masking.right, masking.chunk, SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK
+    )
+    first_b, last_b = masks.interval(
+        last_pos, len_k, masking.left, masking.right, masking.chunk, SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK
+    )
+    low, high, full_low, full_high = masks.tile_ranges(first_a, last_a, first_b, last_b)
+    if SPEC.HAS_TREE:
+        full_high = tl.minimum(full_high, tl.maximum(shift, 0))
+    first_tile = low // SPEC.BLOCK_N
+    num_tiles = tl.cdiv(tl.maximum(high, low), SPEC.BLOCK_N) - first_tile
+    share = split_tiles
+    if split_tiles == 0:
+        share = tl.cdiv(num_tiles, num_splits)
+    low = tl.maximum(low, (first_tile + split * share) * SPEC.BLOCK_N)
+    high = tl.minimum(high, (first_tile + (split + 1) * share) * SPEC.BLOCK_N)
+
+    q_rows = q.ptr + token.to(tl.int64) * q.stride_token + head * q.stride_head
+    q_tile = load_tile(q_rows, row_ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
+    q_tail = q_tile
+    if SPEC.TAIL_D > 0:
+        q_tail = load_tile(q_rows, row_ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
+    row_scale = tl.full([SPEC.BLOCK_M], 1.0, tl.float32) * scoring.softmax_scale
+    if SPEC.HAS_QUERY_SCALE:
+        row_scale *= tl.load(scoring.query_scale + token, mask=row_ok, other=0.0)
+    slopes = nothing
+    if SPEC.HAS_ALIBI:
+        slope_ptrs = scoring.alibi_slopes + sequence * scoring.stride_alibi_seq + head * scoring.stride_alibi_head
+        slopes = tl.load(slope_ptrs, mask=row_ok, other=0.0).to(tl.float32)
+    sink = nothing
+    if SPEC.HAS_SINK:
+        sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0).to(tl.float32)
+        sink = tl.where(split == 0, sink, float("-inf"))
+    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK)
+    tree_rows = token.to(tl.int64)
+    if SPEC.HAS_TREE:
+        tree_rows = masking.tree + tree_rows * masking.stride_tree_row
+    rows = Queries(q_tile, q_tail, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, masking, shift)
+
+    cached_scale = load_scale(k_scale, sequence, kv_head)
+    cached_v_scale = load_scale(v_scale, sequence, kv_head)
+    if SPEC.HAS_CACHE:
+        if table.indptr is not None:
+            page_ids = table.ptr + tl.load(table.indptr + sequence)
+        else:
+            page_ids = table.ptr + sequence * table.stride_seq
+        cached = Source(
+            k_cache.ptr + kv_head * k_cache.stride_head, v_cache.ptr + kv_head * v_cache.stride_head,
+            k_cache.stride_token, v_cache.stride_token, k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
+        )  # fmt: skip
+        acc, acc_tail, row_max, row_sum = attend(
+            acc, acc_tail, row_max, row_sum, row_scale * cached_scale, rows, cached,
+            low, tl.minimum(high, context), full_low, full_high, SPEC.CACHE_FORMAT, SPEC,
+        )  # fmt: skip
+        acc *= cached_v_scale
+        acc_tail *= cached_v_scale
+    if SPEC.HAS_NEW:
+        first_row = k_start.to(tl.int64)
+        packed = Source(
+            k.ptr + kv_head * k.stride_head + first_row * k.stride_token, v.ptr + kv_head * v.stride_head + first_row * v.stride_token,
+            k.stride_token, v.stride_token, 0, 0, None, None, context,
+        )  # fmt: skip
+        if not SPEC.HAS_CACHE:
+            row_scale *= cached_scale
+        acc, acc_tail, row_max, row_sum = attend(
+            acc, acc_tail, row_max, row_sum, row_scale, rows, packed,
+            tl.maximum(low, context), high, full_low, full_high, "", SPEC,
+        )  # fmt: skip
+        if not SPEC.HAS_CACHE:
+            acc *= cached_v_scale
+            acc_tail *= cached_v_scale
+
+    inverse, lse = softmax.finish(row_max, row_sum)
+    store_rows(output, acc * inverse[:, None], acc_tail * inverse[:, None], lse, split, token, head, row_ok, SPEC)

@@ -1,0 +1,109 @@
+"""Number formats by integer arithmetic: float8 to and from wider floats, and rounding that the interpreter gets right.
+
+A float8 byte is ``s e..e m..m``, its value ``(-1)^s * 2^(e - bias) * 1.m``, and ``2^(1 - bias) * 0.m`` where e is 0.
+Triton converts e4m3fn by an instruction from sm_89 on and not at all before, and its interpreter rounds towards zero or
+worse, so what must be exact everywhere is computed on the bits.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decode(raw, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """The values of float8 bytes, as DTYPE (float16, bfloat16, float32); exact, NaN and infinities kept.
+
+    ``raw`` is uint8.  NATIVE converts by the hardware's instruction: for e4m3fn and e5m2 on sm_89 and later, never under
+    the interpreter; the fnuz forms ignore it.
+    """
+    if NATIVE and FORMAT == "e4m3fn":
+        value = raw.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif NATIVE and FORMAT == "e5m2":
+        value = raw.to(tl.float8e5, bitcast=True).to(DTYPE)
+    else:
+        value = _decode_to_fp16(raw, FORMAT).to(DTYPE)
+    return value
+
+
+@triton.jit
+def _decode_to_fp16(raw, FORMAT: tl.constexpr):
+    """float16 holds every value of the four formats, subnormals too, and differs by a constant in the exponent."""
+    tl.static_assert(
+        FORMAT == "e4m3fn" or FORMAT == "e5m2" or FORMAT == "e4m3fnuz" or FORMAT == "e5m2fnuz",
+        "unknown float8 format",
+    )
+    byte = raw.to(tl.uint16)
+    sign = (byte & 0x80) << 8
+    if FORMAT == "e5m2":  # the upper byte of a float16
+        value = (byte << 8).to(tl.float16, bitcast=True)
+    elif FORMAT == "e4m3fn":
+        # Placed in float16's fields the exponent is 15 - 7 too low.  A multiplication mends subnormals as well.
+        value = ((byte & 0x7F) << 7 | sign).to(tl.float16, bitcast=True) * 256.0
+        value = tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
+    elif FORMAT == "e4m3fnuz":
+        value = ((byte & 0x7F) << 7 | sign).to(tl.float16, bitcast=True) * 128.0
+        value = tl.where(byte == 0x80, float("nan"), value)
+    else:
+        # One more than float16's bias.  The greatest exponent is float16's infinity, so it is lowered on the bits; those
+        # that have no lower exponent to go to become float16's subnormals.
+        magnitude = (byte & 0x7F) << 8
+        magnitude = tl.where(magnitude >= 0x800, magnitude - 0x400, magnitude >> 1).to(tl.uint16)
+        value = (magnitude | sign).to(tl.float16, bitcast=True)
+        value = tl.where(byte == 0x80, float("nan"), value)
+    return value.to(tl.float16)
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr):
+    """The float8 bytes (uint8) nearest to ``x`` (float32): ties to even, beyond the greatest finite value that value, NaN
+    to NaN."""
+    tl.static_assert(
+        FORMAT == "e4m3fn" or FORMAT == "e5m2" or FORMAT == "e4m3fnuz" or FORMAT == "e5m2fnuz",
+        "unknown float8 format",
+    )
+    IS_FNUZ: tl.constexpr = FORMAT == "e4m3fnuz" or FORMAT == "e5m2fnuz"
+    IS_E4M3: tl.constexpr = FORMAT == "e4m3fn" or FORMAT == "e4m3fnuz"
+    MANTISSA: tl.constexpr = 3 if IS_E4M3 else 2
+    BIAS: tl.constexpr = (7 if IS_E4M3 else 15) + (1 if IS_FNUZ else 0)
+    # The greatest finite values as float32 bits: 448, 57344, 240, 57344.
+    GREATEST: tl.constexpr = (
+        0x43E00000 if FORMAT == "e4m3fn" else (0x43700000 if IS_E4M3 else 0x47600000)
+    )
+    DROPPED: tl.constexpr = 23 - MANTISSA  # float32's mantissa bits that float8 has not
+    SMALLEST_NORMAL: tl.constexpr = (128 - BIAS) << 23
+    # A float32 whose unit in the last place is the smallest subnormal: adding it rounds to a whole number of these.
+    ROUNDER: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
+
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    magnitude = tl.minimum(magnitude, GREATEST)
+
+    odd = (magnitude >> DROPPED) & 1
+    normal = (magnitude + odd + ((1 << (DROPPED - 1)) - 1)) >> DROPPED
+    normal = normal - ((127 - BIAS) << MANTISSA)
+    rounder = tl.full(x.shape, ROUNDER, tl.int32)
+    shifted = magnitude.to(tl.float32, bitcast=True) + rounder.to(tl.float32, bitcast=True)
+    subnormal = shifted.to(tl.int32, bitcast=True) - ROUNDER
+
+    code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
+    sign = (bits >> 24) & 0x80
+    if IS_FNUZ:  # no negative zero: its byte is the NaN
+        code = tl.where(code == 0, 0, code | sign)
+        code = tl.where(is_nan, 0x80, code)
+    else:
+        code = tl.where(is_nan, 0x7F, code) | sign
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """``x`` (float32) as DTYPE, rounded to nearest even; the interpreter by itself cuts the low bits off a bfloat16."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x != x, 0x7FC0, rounded)
+        value = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        value = x.to(DTYPE)
+    return value

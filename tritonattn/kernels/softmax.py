@@ -1,0 +1,68 @@
+"""Scores and the online softmax, in base 2.
+
+With s the scores times log2(e), m the running maximum and l the running sum of a row:
+
+    m' = max(m, max_j s_j)    p_j = 2^(s_j - m')    l' = 2^(m - m') l + sum_j p_j    acc' = 2^(m - m') acc + sum_j p_j v_j
+
+and at the end out = acc / l, lse = ln(2) (m + log2(l)).
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def logits(qk, row_scale, softcap, slopes, pos, offs_n, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] scores in base 2: scaled, capped, biased; not yet masked.
+
+    ``row_scale`` [BLOCK_M] multiplies the raw products, ``slopes`` [BLOCK_M] are ALiBi's, both in natural units.
+    """
+    if HAS_SOFTCAP:
+        # tanh(y) = 1 - 2 / (e^2y + 1) has no inf / inf at either end.
+        y = qk * (row_scale / softcap)[:, None]
+        s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.math.exp2(y * (2.0 * LOG2E)) + 1.0))
+    else:
+        s = qk * (row_scale * LOG2E)[:, None]
+    if HAS_ALIBI:
+        # An integer difference first: it is exact, and so is its float32 up to 2^24.
+        distance = tl.abs(pos[:, None] - offs_n[None, :]).to(tl.float32)
+        s -= (slopes * LOG2E)[:, None] * distance
+    return s
+
+
+@triton.jit
+def start(sink, HAS_SINK: tl.constexpr):
+    """(row_max, row_sum) before the first key: nothing, or the sink's logit, which counts once and has no value.  ``sink`` [BLOCK_M]."""
+    if HAS_SINK:
+        row_max = sink * LOG2E
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    else:
+        row_max = tl.full(sink.shape, float("-inf"), tl.float32)
+        row_sum = tl.zeros(sink.shape, tl.float32)
+    return row_max, row_sum
+
+
+@triton.jit
+def step(row_max, row_sum, s, MASKED: tl.constexpr):
+    """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed before, and the new (row_max, row_sum)."""
+    m_new = tl.maximum(row_max, tl.max(s, 1))
+    shift = m_new
+    if MASKED:
+        # A row that has seen no key yet keeps row_max = -inf; -inf - -inf would be NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s - shift[:, None])
+    alpha = tl.math.exp2(row_max - shift)
+    return p, alpha, m_new, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def finish(row_max, row_sum):
+    """(factor on acc, natural-log lse); a row that saw nothing gets 0 and -inf.  NaN passes through."""
+    is_empty = row_sum == 0.0
+    divisor = tl.where(is_empty, 1.0, row_sum)
+    inverse = tl.where(is_empty, 0.0, 1.0 / divisor)
+    lse = tl.where(is_empty, float("-inf"), (row_max + tl.math.log2(divisor)) * LN2)
+    return inverse, lse

@@ -1,0 +1,38 @@
+"""What selects an attention kernel's machine code, as one constant argument."""
+
+from typing import NamedTuple
+
+
+class Spec(NamedTuple):
+    """Everything here is known when the kernel compiles; lengths, strides, windows and scales are not here.
+
+    A head's dimension is covered by two blocks, powers of two, where that wastes less than one would: 192 by 128 and 64, 576 by
+    512 and 64.  A second block of 0 columns is none.
+    """
+
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    TAIL_D: int
+    BLOCK_DV: int
+    TAIL_DV: int
+    BLOCK_M: int  # rows of a tile: (token, head) pairs, heads fastest
+    BLOCK_N: int  # keys of a tile
+    GROUP: int  # query heads a KV head
+    PACK: int  # of these, heads in one tile
+    PAGE_SIZE: int  # 0: a run-time value, for pages that are no power of two
+    CACHE_FORMAT: str  # float8 format of the cache's bytes, "" for the queries' own dtype
+    NATIVE_FP8: bool  # the GPU converts float8 itself
+    HAS_CACHE: bool
+    HAS_NEW: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_CHUNK: bool
+    HAS_TREE: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    HAS_SINK: bool
+    HAS_QUERY_SCALE: bool
+    HAS_LSE: bool
+    ALIGNED: bool  # every row starts on 16 bytes
+    INTERPRETED: bool

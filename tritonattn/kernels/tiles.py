@@ -1,0 +1,150 @@
+"""Where rows lie: sequences, pages, tiles, and how a tile is read and written."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .casts import round_to
+
+
+class Rows(NamedTuple):
+    """Packed rows ``[tokens, heads, dim]``."""
+
+    ptr: object
+    stride_token: object
+    stride_head: object
+
+
+class Pages(NamedTuple):
+    """A paged cache ``[pages, page_size, heads, dim]``."""
+
+    ptr: object
+    stride_page: object
+    stride_token: object
+    stride_head: object
+
+
+class Table(NamedTuple):
+    """Page ids: one row a sequence, or flat with ``indptr``."""
+
+    ptr: object
+    indptr: object
+    stride_seq: object
+    page_size: object
+
+
+class Batch(NamedTuple):
+    """``lens`` are cumulative for packed keys (varlen), else counts: of keys in the cache."""
+
+    cu_seqlens_q: object  # None: one query a sequence
+    lens: object
+    num_seqs: object
+    total_q: object
+
+
+class Output(NamedTuple):
+    """``[splits, tokens, heads, dim]`` and, where lse is wanted, ``[splits, heads, tokens]``."""
+
+    ptr: object
+    stride_split: object
+    stride_token: object
+    stride_head: object
+    lse: object
+    stride_lse_split: object
+    stride_lse_head: object
+
+
+@triton.jit
+def find_sequence(cu_seqlens_q, num_seqs, tile, BLOCK_Q: tl.constexpr):
+    """(sequence, the tile's number inside it): sequence b owns tiles cu_seqlens_q[b] // BLOCK_Q + b onward.
+
+    That gives every sequence as many tiles as it needs without a sum over the others.  Rows past the last sequence belong to
+    the sequence numbered ``num_seqs``.
+    """
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low, tile - (tl.load(cu_seqlens_q + low) // BLOCK_Q + low)
+
+
+@triton.jit
+def page_slots(row, table, offs_n, ok, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """(page, slot in it) of keys ``offs_n`` of the sequence whose page ids start at ``row``; PAGE_SIZE 0: any, at run time."""
+    size = table.page_size
+    if PAGE_SIZE > 0:
+        size = PAGE_SIZE
+    if MASKED:
+        page = tl.load(row + offs_n // size, mask=ok, other=0)
+    else:
+        page = tl.load(row + offs_n // size)
+    return page.to(tl.int64), offs_n % size
+
+
+@triton.jit
+def load_tile(
+    row_ptrs,
+    ok,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Columns FIRST.. of rows [N] as [N, BLOCK]; 0 past DIM and, if MASKED, in rows that are not ok.
+
+    ALIGNED promises rows that start on 16 bytes, so that they are read 16 bytes at a time.
+    """
+    cols = FIRST + tl.arange(0, BLOCK)
+    ptrs = row_ptrs[:, None] + cols[None, :]
+    if ALIGNED:
+        ptrs = tl.multiple_of(ptrs, (16, 16))
+    if FIRST + BLOCK > DIM:
+        inside = (cols < DIM)[None, :]
+        if MASKED:
+            inside = inside & ok[:, None]
+        tile = tl.load(ptrs, mask=inside, other=0)
+    elif MASKED:
+        tile = tl.load(ptrs, mask=ok[:, None], other=0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    row_ptrs,
+    tile,
+    ok,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """[N, BLOCK] into columns FIRST.. of the rows that are ok; nothing past DIM."""
+    cols = FIRST + tl.arange(0, BLOCK)
+    ptrs = row_ptrs[:, None] + cols[None, :]
+    if ALIGNED:
+        ptrs = tl.multiple_of(ptrs, (16, 16))
+    inside = ok[:, None]
+    if FIRST + BLOCK > DIM:
+        inside = inside & (cols < DIM)[None, :]
+    tl.store(ptrs, round_to(tile, row_ptrs.dtype.element_ty, INTERPRETED), mask=inside)
+
+
+@triton.jit
+def dot(a, b, acc, INTERPRETED: tl.constexpr):
+    """a b + acc in float32; float32 operands are multiplied in float32, not tf32.  ``acc`` None: zero.
+
+    The interpreter multiplies a bfloat16's bits, so there the operands are widened first.
+    """
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")

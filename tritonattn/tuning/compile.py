@@ -1,0 +1,101 @@
+"""Compiling a problem for any GPU, with none at hand, and reading what the binary takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import binaries
+from ..call import Call
+from ..device import Device
+from ..plan import Plan
+from ..problem import Problem
+from .config import KernelConfig
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one binary takes.  Registers and spills are a thread's; 0 where the target's tools do not tell them."""
+
+    shared: int
+    registers: int
+    spill_bytes: int
+
+
+def example_call(problem: Problem) -> Call:
+    """Tiny CPU tensors of the problem's dtypes and options: what a binary depends on, and no more."""
+    heads = problem.num_kv_heads * problem.group
+    ints = torch.zeros(2, dtype=torch.int32)
+    mask = problem.mask
+    call = Call(
+        problem.function,
+        q=torch.empty(1, heads, problem.head_dim, dtype=problem.dtype),
+        out=torch.empty(1, heads, problem.head_dim_v, dtype=problem.out_dtype),
+        cu_seqlens_q=None if problem.max_q == 1 and not problem.has_new else ints,
+        causal=mask.causal,
+        window_size=(1 if mask.has_left else None, 1 if mask.has_right else None),
+        chunk_size=1 if mask.has_chunk else None,
+        tree_mask=torch.zeros(1, 1, dtype=torch.bool) if mask.has_tree else None,
+        softcap=1.0 if problem.has_softcap else 0.0,
+        alibi_slopes=torch.zeros(heads) if problem.has_alibi else None,
+        sinks=torch.zeros(heads, dtype=problem.dtype) if problem.has_sinks else None,
+        query_scale=torch.zeros(1) if problem.has_query_scale else None,
+    )
+    if problem.has_new:
+        call.k = torch.empty(1, problem.num_kv_heads, problem.head_dim, dtype=problem.dtype)
+        call.v = torch.empty(1, problem.num_kv_heads, problem.head_dim_v, dtype=problem.dtype)
+    if problem.cache_dtype is not None:
+        shape = (1, problem.page_size, problem.num_kv_heads)
+        call.k_cache = torch.empty(*shape, problem.head_dim, dtype=problem.cache_dtype)
+        call.v_cache = torch.empty(*shape, problem.head_dim_v, dtype=problem.cache_dtype)
+        call.block_table = torch.zeros(1, 1, dtype=torch.int32)
+        call.seq_lens = ints
+    else:
+        call.cu_seqlens_k = ints
+    return call
+
+
+def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device: Device) -> Report:
+    """Compile the attention kernel for ``device``; raises what Triton's compiler raises."""
+    from ..kernels.attention import attention_kernel
+    from ..launch import prepare
+
+    call = example_call(problem)
+    assert call.out is not None
+    target, target_lse = call.out, None
+    if plan.num_splits > 1:
+        target, target_lse = target[None].float(), torch.empty(1, target.shape[1], 1)
+    _, args, spec = prepare(call, problem, plan, config, device, target, target_lse)
+    options = binaries.Options(config.num_warps, config.num_stages)
+    return report(binaries.compile_for(attention_kernel, args, {"SPEC": spec}, options, device))
+
+
+def report(binary) -> Report:
+    """Read a compiled kernel: shared memory from its metadata, registers and spills from the machine code."""
+    shared = binary.metadata.shared
+    asm = binary.asm
+    if "cubin" in asm:
+        registers, spill = _cuda_resources(asm["cubin"])
+        return Report(shared, registers, spill)
+    text = asm["amdgcn"]
+    number = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text)}
+    return Report(shared, number.get("vgpr_count", 0), number.get("private_segment_fixed_size", 0))
+
+
+def _cuda_resources(cubin: bytes) -> tuple[int, int]:
+    import triton
+
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+)\s+STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump told no resources: {text!r}")
+    return int(found[1]), int(found[2])
