@@ -26,7 +26,7 @@ from tritonattn import (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     name: str
     prompt: list[int]

@@ -27,11 +27,14 @@ except ImportError as error:
     sys.exit(2)
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SYSTEM = "You are a helpful assistant. Answer every question in one short and plain sentence."
+SYSTEM = (
+    "You are a helpful assistant. Answer every question correctly and in plain words, and do not "
+    "add anything that was not asked for."
+)
 PROMPTS = [
     "What is the capital of France?",
-    "What colour is the sky on a clear day?",
-    "How many legs does a spider have?",
+    "Which planet is the largest?",
+    "What colour is the sky?",
     "Write a short poem about the sea.",
     "Explain in simple words why the moon has phases.",
     "Name three fruits that are red.",
@@ -127,30 +130,33 @@ def serve(engine: Engine, requests: list[Request], tokenizer=None) -> float:
             text = tokenizer.decode(request.output, skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # else half a character: wait for the rest
                 new = text[len(shown[request.name]) :].replace("\n", "\\n")
-                line += f"  [{request.name}]{new}"
+                line += f"  [{request.name}]{new}" + " (done)" * (request not in engine.running)
                 shown[request.name] = text
         if tokenizer:
             print(line, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="Continuous batching around tritonattn.")
     parser.add_argument("--prompt", action="append", help="a question; may be repeated")
     parser.add_argument("--system", default=SYSTEM, help="the system prompt that all share")
-    parser.add_argument("--max-new-tokens", type=int, default=128 if on_gpu else 12)
-    parser.add_argument("--max-running", type=int, default=8 if on_gpu else 2)
+    parser.add_argument("--max-new-tokens", type=int, help="default: 128 on a GPU, 12 on a CPU")
+    parser.add_argument("--max-running", type=int, help="default: 8 on a GPU, 2 on a CPU")
     parser.add_argument("--num-pages", type=int, help="pages in the pool; default: enough")
     parser.add_argument("--no-share-prefix", action="store_true", help="copy the prefix's pages")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
+                        help="default: bfloat16 on a GPU, float32 on a CPU")  # fmt: skip
     parser.add_argument("--check", action="store_true", help="compare with transformers' eager")
     parser.add_argument("--quiet", action="store_true", help="print the answers alone")
     args = parser.parse_args(argv)
     if sentence := missing():
         print(sentence, file=sys.stderr)
         return 2
-    dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    on_gpu = args.device != "cpu"
+    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    max_new_tokens = args.max_new_tokens or (128 if on_gpu else 12)
+    max_running = args.max_running or (8 if on_gpu else 2)
     model, tokenizer = load(args.device, getattr(torch, dtype))
 
     texts = args.prompt or (PROMPTS if on_gpu else PROMPTS[:3])
@@ -158,13 +164,13 @@ def main(argv: list[str] | None = None) -> int:
     for number, text in enumerate(texts, start=1):
         chat = [{"role": "system", "content": args.system}, {"role": "user", "content": text}]
         tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        requests.append(Request(str(number), tokens, args.max_new_tokens))
+        requests.append(Request(str(number), tokens, max_new_tokens))
     prefix = common_prefix([r.prompt for r in requests])
-    longest = max(len(r.prompt) for r in requests) + args.max_new_tokens
+    longest = max(len(r.prompt) for r in requests) + max_new_tokens
     engine = Engine(
         model,
-        args.num_pages or len(prefix) // 16 + args.max_running * math.ceil(longest / 16),
-        max_running=args.max_running,
+        args.num_pages or len(prefix) // 16 + max_running * math.ceil(longest / 16),
+        max_running=max_running,
         prefix=prefix,
         share_prefix=not args.no_share_prefix,
     )

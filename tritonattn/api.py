@@ -1,7 +1,7 @@
 """The public attention functions.
 
-Each fills a Call, and every Call goes one way: validate, plan, configure, launch.  The options, their
-defaults and what they mean are the same for all three; ``varlen_attention`` describes them.
+Each fills a Call, and every Call goes one way: validate, plan, configure, launch.  The options,
+their defaults and what they mean are the same for all three; ``varlen_attention`` describes them.
 
 Names: B sequences, ``total_q`` query rows of all of them packed one after another, Hq query heads,
 Hkv KV heads (Hq a multiple of Hkv: query head h reads KV head ``h // (Hq // Hkv)``), D dims a head
@@ -46,7 +46,7 @@ def varlen_attention(
     num_splits: int = 0,
     batch_invariant: bool = False,
 ) -> Result:
-    """Attention of packed queries over packed keys and values: prefill without a cache, or an encoder.
+    """Attention of packed queries over packed keys and values: prefill without a cache, encoders.
 
     Sequence b has the queries ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]`` and the keys and values
     ``k[cu_seqlens_k[b]:cu_seqlens_k[b + 1]]``, ``v`` likewise.  With lq queries and lk keys, row i
@@ -64,33 +64,35 @@ def varlen_attention(
         max_seqlen_k: no sequence has more keys, cached and new ones together.
         softmax_scale: factor on ``q · k``; None: ``D ** -0.5``.  0 and negative values are valid.
         causal: key j is visible only if ``j <= pos``.
-        window_size: ``(left, right)``, visible only if ``pos - left <= j <= pos + right``, in tokens;
-            -1 or None on a side: no limit.  A sliding window of W tokens, the query's own counted, is
-            ``(W - 1, 0)``.  Under ``causal`` a right side changes nothing.
+        window_size: ``(left, right)``, visible only if ``pos - left <= j <= pos + right``, in
+            tokens; -1 or None on a side: no limit.  A sliding window of W tokens, the query's own
+            counted, is ``(W - 1, 0)``.  Under ``causal`` a right side changes nothing.
         chunk_size: C tokens; visible only if ``j // C == pos // C`` (chunked attention, Llama 4).
         softcap: c > 0 turns the scaled logit s into ``c * tanh(s / c)`` (Gemma 2); 0.0: no cap.
-        alibi_slopes: ``[Hq]`` or ``[B, Hq]``, any float dtype, any strides: ``-slope * |pos - j|`` is
-            added after the cap (ALiBi, Press et al. 2022; ``tritonattn.alibi_slopes`` makes them).
-        sinks: ``[Hq]``, any float dtype: one more logit a head in the softmax's denominator, without a
-            value; it is not scaled, capped, biased or masked (GPT-OSS).
+        alibi_slopes: ``[Hq]`` or ``[B, Hq]``, any float dtype, used as float32: after the cap,
+            ``-slope * |pos - j|`` is added (ALiBi, Press et al. 2022; ``tritonattn.alibi_slopes``
+            makes them).
+        sinks: ``[Hq]``, any float dtype: one more logit a head in the softmax's denominator,
+            without a value; it is not scaled, capped, biased or masked (GPT-OSS).
         query_scale: ``[total_q]`` float32, a factor on each row's logits before the cap (attention
             temperature, Llama 4; ``tritonattn.attention_temperature`` makes it).
-        tree_mask: ``[total_q, max_seqlen_q]`` bool: of its sequence's last lq keys, a row sees key t
-            iff its ``tree_mask[row, t]``, in place of the causal rule; earlier keys, windows and chunks
-            are as without it (speculative trees, SpecInfer, Miao et al. 2024).
-        k_scale: what a stored key is to be multiplied by: a float, or float32 of shape ``[]``,
+        tree_mask: ``[total_q, max_seqlen_q]`` bool: of its sequence's last lq keys, query row r
+            sees the t-th iff ``tree_mask[r, t]``, in place of the causal rule, which must be on;
+            earlier keys stay visible, windows and chunks still apply (speculative trees,
+            SpecInfer, Miao et al. 2024).
+        k_scale: a stored key times this is the true one: a float, or float32 of shape ``[]``,
             ``[1]``, ``[Hkv]`` or ``[B, Hkv]``.  In ``prefix_attention`` for cached keys alone.
         v_scale: the same for values.
-        return_lse: also return the logits' log-sum-exp.
-        out: ``[total_q, Hq, Dv]``, float16, bfloat16 or float32, last stride 1: written and returned.
+        return_lse: also return the log-sum-exp of each row's logits.
+        out: ``[total_q, Hq, Dv]``, float16, bfloat16 or float32: written and returned.
         num_splits: parts that a sequence's keys are cut into, up to 256; 0: chosen here.
         batch_invariant: a sequence's bits do not depend on what else is in the batch.
 
     Returns:
         ``out``, ``[total_q, Hq, Dv]`` in q's dtype unless given; with ``return_lse`` also ``lse``,
-        ``[Hq, total_q]`` float32, in natural logarithms, the sink included.  Every row is written: one
-        that sees no key, a row past ``cu_seqlens_q[-1]`` included, is 0 with an lse of -inf, or of its
-        sink where its sequence has one.
+        ``[Hq, total_q]`` float32, in natural logarithms, the sink included.  Every row is written:
+        one that sees no key is 0, its lse -inf (its sink, where there are sinks); rows past
+        ``cu_seqlens_q[-1]``, such as a graph's padding, are 0, their lse -inf.
 
     Raises:
         ArgumentTypeError: a wrong type or dtype (a TypeError).
@@ -98,8 +100,8 @@ def varlen_attention(
             input that requires grad while grad mode is on (a ValueError).
         UnsupportedError: what the device cannot do (a RuntimeError).
 
-    Values on the device, lengths among them, are not read before the launch; TRITONATTN_CHECK=1 asks
-    for that, and makes each call wait.
+    No value on the device, such as a length or a page id, is checked, as that would wait for the
+    device; with TRITONATTN_CHECK=1 in the environment each call does so.
 
     Source: FlashAttention-2 (Dao 2023) and FlashAttention-3 (Shah et al. 2024); grouped heads,
     Ainslie et al. 2023.
@@ -114,17 +116,16 @@ def varlen_attention(
     >>> torch.allclose(out[0, 0], v[0, 0])  # the first query of the first sequence sees one key
     True
     """
-    return _attend(
-        Call(
-            "varlen_attention", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-            chunk_size=chunk_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            query_scale=query_scale, tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale,
-            return_lse=return_lse, out=out, num_splits=num_splits,
-            batch_invariant=batch_invariant,
-        )  # fmt: skip
-    )
+    call = Call(
+        "varlen_attention", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+        chunk_size=chunk_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        query_scale=query_scale, tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale,
+        return_lse=return_lse, out=out, num_splits=num_splits,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return _attend(call)
 
 
 def prefix_attention(
@@ -156,12 +157,12 @@ def prefix_attention(
     num_splits: int = 0,
     batch_invariant: bool = False,
 ) -> Result:
-    """Attention of new tokens over a paged cache and over themselves: prefill after a cached prefix.
+    """Attention of new tokens over a paged cache and themselves: prefill after a cached prefix.
 
-    The keys of sequence b are its first ``context_lens[b]`` cached tokens, then its new rows of ``k``
-    and ``v``, which are those of its queries, ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.  The
+    The keys of sequence b are its first ``context_lens[b]`` cached tokens, then its new rows of
+    ``k`` and ``v``, which are those of its queries, ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]``.  The
     new rows need not be in the cache yet.  Masks as in ``varlen_attention``, with lk the cached and
-    new tokens together.
+    the new tokens together.
 
     Args:
         q: ``[total_q, Hq, D]``, float16, bfloat16 or float32, with stride 1 on its last axis.
@@ -171,8 +172,8 @@ def prefix_attention(
             e5m2fnuz).  Any page_size from 1; any strides but 1 on the last axis, so views of pools
             laid out otherwise will do.
         v_cache: ``[num_pages, page_size, Hkv, Dv]``, the dtype of k_cache.
-        block_table: ``[B, max_pages]`` int32 or int64, ids of a sequence's pages in order; what lies
-            past its length is never followed.  With ``block_indptr``: ``[total_pages]``, flat.
+        block_table: ``[B, max_pages]`` int32 or int64, ids of a sequence's pages in order; what
+            lies past its length is never followed.  With ``block_indptr``: ``[total_pages]``, flat.
         cu_seqlens_q: ``[B + 1]`` int32, prefix sums of the numbers of new tokens.
         context_lens: ``[B]`` int32, tokens in the cache before the new ones; below 0 counts as 0.
         block_indptr: ``[B + 1]`` int32, where a sequence's ids start in a flat ``block_table``.
@@ -196,18 +197,17 @@ def prefix_attention(
     >>> out.shape
     torch.Size([3, 4, 64])
     """
-    return _attend(
-        Call(
-            "prefix_attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache,
-            block_table=block_table, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens,
-            block_indptr=block_indptr, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-            chunk_size=chunk_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            query_scale=query_scale, tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale,
-            return_lse=return_lse, out=out, num_splits=num_splits,
-            batch_invariant=batch_invariant,
-        )  # fmt: skip
-    )
+    call = Call(
+        "prefix_attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache,
+        block_table=block_table, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens,
+        block_indptr=block_indptr, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+        chunk_size=chunk_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        query_scale=query_scale, tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale,
+        return_lse=return_lse, out=out, num_splits=num_splits,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return _attend(call)
 
 
 def paged_attention(
@@ -237,7 +237,7 @@ def paged_attention(
     num_splits: int = 0,
     batch_invariant: bool = False,
 ) -> Result:
-    """Attention over a paged cache that holds all keys: decode, speculative checks, chunked prefill.
+    """Attention over a paged cache that holds all keys: decode, speculation, chunked prefill.
 
     The keys of sequence b are its first ``seq_lens[b]`` tokens in the cache, the new ones included
     (``write_kv_cache`` puts them there).  One call may mix sequences of one query with sequences of
@@ -248,7 +248,7 @@ def paged_attention(
             ``[B, Hq, D]`` where ``cu_seqlens_q`` is None.
         k_cache, v_cache, block_table, block_indptr: as in ``prefix_attention``.
         seq_lens: ``[B]`` int32, tokens in the cache; below 0 counts as 0.
-        cu_seqlens_q: ``[B + 1]`` int32, prefix sums of the numbers of queries; None: one a sequence.
+        cu_seqlens_q: ``[B + 1]`` int32, prefix sums of the numbers of queries; None: one each.
 
     The options, what is returned, what an empty row gets, and what is raised: ``varlen_attention``.
 
@@ -265,17 +265,16 @@ def paged_attention(
     >>> torch.allclose(out[1, 3], v_cache[3, 0, 1])  # one key: its value
     True
     """
-    return _attend(
-        Call(
-            "paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
-            seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, block_indptr=block_indptr,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale,
-            causal=causal, window_size=window_size, chunk_size=chunk_size, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, query_scale=query_scale,
-            tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-            out=out, num_splits=num_splits, batch_invariant=batch_invariant,
-        )  # fmt: skip
-    )
+    call = Call(
+        "paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
+        seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, block_indptr=block_indptr,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale,
+        causal=causal, window_size=window_size, chunk_size=chunk_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, query_scale=query_scale,
+        tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+        out=out, num_splits=num_splits, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return _attend(call)
 
 
 def _attend(call: Call) -> Result:

@@ -1,11 +1,13 @@
-"""Kernels by what selects their machine code; the only file that calls Triton's compiler or launches anything.
+"""Kernels by what selects their machine code; the only file that compiles or launches anything.
 
-Triton's own launch path specialises integers that are 1 or divisible by 16, so a batch of one or an odd stride would compile
-in the middle of serving.  Here a binary is selected by the kernel, its constants, its options and its arguments' dtypes, and
-by nothing else: no length, batch size or stride can cause a compile.  Alignment is a constant that the caller states.
+Triton's own launch path specialises integers that are 1 or divisible by 16, so a batch of one or an
+odd stride would compile in the middle of serving.  Here a binary is selected by the kernel, its
+constants, its options and its arguments' dtypes, and by nothing else: no length, batch size or
+stride can cause a compile.  Alignment is a constant that the caller states.
 
-A kernel's runtime arguments are tensors, numbers, None, or named tuples of these; constants may be named tuples too.  Integers travel as int32, except the fields
-of named tuples whose names start with ``stride``: these are int64.
+A kernel's runtime arguments are tensors, numbers, None, or named tuples of these; constants may be
+named tuples too.  Integers travel as int32, except the fields of named tuples whose names start
+with ``stride``: these are int64.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .device import Device
+from .errors import UnsupportedError
 
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.bool: "*i1",
+    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
 
 
@@ -35,8 +39,19 @@ class Options(NamedTuple):
 _compiled: dict[tuple, Any] = {}
 
 
-def launch(kernel, grid: int, args: tuple, constants: Mapping[str, object], options: Options, device: Device, where: torch.device):
-    """Run ``kernel`` over ``grid`` programs on the current stream of ``where``; an empty grid runs nothing."""
+def launch(
+    kernel,
+    grid: int,
+    args: tuple,
+    constants: Mapping[str, object],
+    options: Options,
+    device: Device,
+    where: torch.device,
+) -> None:
+    """Run ``kernel`` over ``grid`` programs on the current stream of ``where``.
+
+    An empty grid runs nothing.
+    """
     if grid == 0:
         return
     if device.is_interpreter:
@@ -49,11 +64,24 @@ def launch(kernel, grid: int, args: tuple, constants: Mapping[str, object], opti
         binary = _compiled.get(key)
         if binary is None:
             binary = _compiled[key] = compile_for(kernel, args, constants, options, device)
-        binary[(grid, 1, 1)](*args, *constants.values())
+        try:
+            binary[(grid, 1, 1)](*args, *constants.values())
+        except triton.OutOfResources as error:
+            raise UnsupportedError(
+                f"{kernel.__name__}: needs {error.required} of {error.name} with "
+                f"{options.num_warps} warps and {options.num_stages} stages; {device.title} has "
+                f"{error.limit}. "
+                "Use a configuration with smaller tiles or fewer stages."
+            ) from error
 
 
-def compile_for(kernel, args: tuple, constants: Mapping[str, object], options: Options, device: Device):
-    """The compiled kernel for ``device``; needs no GPU.  ``args`` give dtypes only, CPU tensors will do."""
+def compile_for(
+    kernel, args: tuple, constants: Mapping[str, object], options: Options, device: Device
+):
+    """The compiled kernel for ``device``, which need not be there.
+
+    ``args`` give dtypes only, CPU tensors will do.
+    """
     names = kernel.arg_names
     given = _signature(args)
     signature: dict[str, object] = dict(zip(names, given, strict=False))
@@ -73,7 +101,9 @@ def compile_for(kernel, args: tuple, constants: Mapping[str, object], options: O
             constexprs |= {(i, j): None for j, part in enumerate(entry) if part == "constexpr"}
     source = ASTSource(kernel, signature, constexprs)
     target = GPUTarget(device.backend, device.arch, device.warp_size)
-    return triton.compile(source, target=target, options=options._asdict())
+    # Stated, as Triton 3.10 changes the default and equal bits are promised.
+    stated = {**options._asdict(), "enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=stated)
 
 
 def count() -> int:
@@ -91,7 +121,7 @@ def _type(arg: object, name: str) -> object:
     if isinstance(arg, torch.Tensor):
         return _TYPES[arg.dtype]
     if isinstance(arg, tuple):
-        return type(arg)(*map(_type, arg, arg._fields))  # type: ignore[attr-defined]
+        return type(arg)(*map(_type, arg, arg._fields))  # type: ignore[attr-defined,arg-type]
     if isinstance(arg, int):
         return "i64" if name.startswith("stride") else "i32"
     return "fp32"

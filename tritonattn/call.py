@@ -11,7 +11,7 @@ Scale = float | torch.Tensor | None
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of one of the three functions, as given; what a function does not have stays None."""
+    """The arguments of one of the three functions, as given; None where a function has no such."""
 
     function: str
     q: torch.Tensor

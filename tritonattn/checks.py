@@ -77,6 +77,8 @@ def page_ids(
 
     pages = (lens + page_size - 1) // page_size
     for b in range(len(lens)):
+        if first_keys[b] >= lens[b]:
+            continue  # a window, or no query at all, hides every key
         first, last = int(first_keys[b]) // page_size, int(pages[b])
         start = int(starts[b])
         row = ids[b] if indptr is None else ids[start:]

@@ -12,16 +12,19 @@ from .errors import UnsupportedError
 
 # Shared memory one block may take, in bytes, by Triton's name of the architecture.
 SHARED_MEMORY = {
-    75: 65_536, 80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 110: 232_448,
-    120: 101_376, 121: 101_376,
-    "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840, "gfx1100": 65_536, "gfx1101": 65_536, "gfx1200": 65_536,
-    "gfx1201": 65_536,
+    75: 65_536, 80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448,
+    103: 232_448, 110: 232_448, 120: 101_376, 121: 101_376,
+    "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
+    "gfx1100": 65_536, "gfx1101": 65_536, "gfx1200": 65_536, "gfx1201": 65_536,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as planning and tuning see it.  ``arch`` is Triton's: 90 for sm_90, "gfx942"; "cpu" for the interpreter."""
+    """A GPU as planning and tuning see it.
+
+    ``arch`` is Triton's: 90 for sm_90, "gfx942"; "cpu" for the interpreter.
+    """
 
     backend: str  # "cuda", "hip" or "interpreter"
     arch: int | str
@@ -40,13 +43,14 @@ class Device:
 
     @property
     def has_native_e4m3(self) -> bool:
-        """Whether Triton converts float8 e4m3fn by an instruction; elsewhere it is decoded by integer arithmetic."""
+        """Whether Triton converts float8 e4m3fn by an instruction, not by integer arithmetic."""
         return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 89
 
     @property
     def title(self) -> str:
         """How a message names it: ``NVIDIA H200 (sm_90)``."""
-        return f"{self.name} (sm_{self.arch})" if self.backend == "cuda" else f"{self.name} ({self.arch})"
+        arch = f"sm_{self.arch}" if self.backend == "cuda" else self.arch
+        return f"{self.name} ({arch})"
 
 
 INTERPRETER = Device("interpreter", "cpu", "Triton interpreter", 1, 1 << 30, 1)
@@ -57,12 +61,16 @@ def target(arch: int | str, *, name: str = "", sm_count: int = 108) -> Device:
     shared = SHARED_MEMORY[arch]
     if isinstance(arch, int):
         return Device("cuda", arch, name or "CUDA GPU", sm_count, shared, 32)
-    return Device("hip", arch, name or "AMD GPU", sm_count, shared, 64 if arch.startswith("gfx9") else 32)
+    return Device("hip", arch, name or "AMD GPU", sm_count, shared, _warp_size(arch))
+
+
+def _warp_size(arch: str) -> int:
+    return 64 if arch.startswith("gfx9") else 32
 
 
 @functools.cache
 def interpreting() -> bool:
-    """Whether kernels run through Triton's interpreter: asked for by TRITON_INTERPRET, or no GPU is there."""
+    """Whether Triton's interpreter runs kernels: TRITON_INTERPRET says so, or there is no GPU."""
     if settings.INTERPRET is not None:
         return settings.INTERPRET
     return not torch.cuda.is_available()
@@ -75,20 +83,21 @@ def describe(device: torch.device) -> Device:
         if interpreting():
             return INTERPRETER
         raise UnsupportedError(
-            "tritonattn: tensors are on the CPU, and this machine has a GPU to run on; got device cpu. Move them with "
-            ".cuda(), or set TRITON_INTERPRET=1 before the program starts to run on the CPU through Triton's interpreter."
+            "tritonattn: tensors are on the CPU, and this machine has a GPU to run on; got device "
+            "cpu. Move them with .cuda(), or set TRITON_INTERPRET=1 before the program starts to "
+            "run on the CPU through Triton's interpreter."
         )
     if interpreting():
         return INTERPRETER
     if device.type != "cuda":
         raise UnsupportedError(
-            f"tritonattn: tensors must be on a CUDA or ROCm GPU, or on the CPU where there is none; got device {device}. "
-            "Move them with .cuda()."
+            "tritonattn: tensors must be on a CUDA or ROCm GPU, or on the CPU where there is none; "
+            f"got device {device}. Move them with .cuda()."
         )
     facts = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         arch: int | str = facts.gcnArchName.split(":")[0]
-        backend, warp = "hip", 64 if str(arch).startswith("gfx9") else 32
+        backend, warp = "hip", _warp_size(str(arch))
     else:
         arch, backend, warp = facts.major * 10 + facts.minor, "cuda", 32
     shared = getattr(facts, "shared_memory_per_block_optin", 0) or SHARED_MEMORY.get(arch, 65_536)

@@ -1,8 +1,9 @@
 """Turning Triton's interpreter on, so that kernels run on CPU tensors where there is no GPU.
 
-Triton chooses interpreter or compiler when ``@triton.jit`` decorates a function, its own library (``tl.sum``, ``tl.cdiv``)
-included.  A program that imported triton before us has that library decorated for the compiler already, so it is
-decorated again here.  Kernels therefore call ``tl.sum(x)``, never ``x.sum()``: methods keep the first decoration.
+Triton chooses interpreter or compiler when ``@triton.jit`` decorates a function, its own library
+(``tl.sum``, ``tl.cdiv``) included.  A program that imported triton before us has that library
+decorated for the compiler already, so it is decorated again here.  Kernels therefore call
+``tl.sum(x)``, never ``x.sum()``: methods keep the first decoration.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ def enable() -> None:
     numpy_version = tuple(int(part) for part in numpy.__version__.split(".")[:2])
     if triton.__version__.startswith("3.6.") and numpy_version >= (2, 4):
         raise UnsupportedError(
-            f"tritonattn: no GPU was found, and the interpreter of triton {triton.__version__} cannot work with numpy "
-            f"{numpy.__version__}. Install triton>=3.7 or numpy<2.4."
+            "tritonattn: no GPU was found, and the interpreter of triton "
+            f"{triton.__version__} cannot work with numpy {numpy.__version__}. "
+            "Install triton>=3.7 or numpy<2.4."
         )
     if not triton.knobs.runtime.interpret:
         triton.knobs.runtime.interpret = True
         _redecorate_library()
     if not settings.QUIET:
         print(
-            "tritonattn: no GPU found, so kernels run on the CPU through Triton's interpreter: right, but slow. "
-            "Set TRITONATTN_QUIET=1 to silence this notice.",
+            "tritonattn: no GPU found, so kernels run on the CPU through Triton's interpreter: right, "
+            "but slow. Set TRITONATTN_QUIET=1 to silence this notice.",
             file=sys.stderr,
         )
 
@@ -43,9 +45,10 @@ def _redecorate_library() -> None:
         from triton.runtime.jit import JITFunction
     except ImportError as error:
         raise UnsupportedError(
-            f"tritonattn: no GPU was found and this triton's interpreter could not be turned on ({error}). {_ADVICE}"
+            "tritonattn: no GPU was found and this triton's interpreter could not be turned on "
+            f"({error}). {_ADVICE}"
         ) from error
-    modules = [m for name, m in sys.modules.items() if name.startswith("triton.language") and m is not None]
+    modules = [m for name, m in sys.modules.items() if m and name.startswith("triton.language")]
     interpreted: dict[int, InterpretedFunction] = {}
     for module in modules:
         for name, value in list(vars(module).items()):

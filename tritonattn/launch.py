@@ -12,7 +12,7 @@ from .kernels.tiles import Batch, Output, Pages, Rows, Table
 from .merge import merge_partials
 from .plan import Plan, plan
 from .problem import Problem
-from .tuning.config import KernelConfig, blocks
+from .tuning.config import KernelConfig, blocks, value_blocks
 from .tuning.store import lookup
 
 _NO_LIMIT = 1 << 30  # a window side this long limits nothing; longer ones would overflow int32
@@ -51,13 +51,17 @@ def prepare(
     target: torch.Tensor,
     target_lse: torch.Tensor | None,
 ) -> tuple[int, tuple, Spec]:
-    """The attention kernel's grid, arguments and constants.  ``target`` is out, or one part for each split."""
+    """The attention kernel's grid, arguments and constants.
+
+    ``target`` is out, or one part for each split.
+    """
     q = call.q
     k, v, k_cache, v_cache = map(_bytes_if_fp8, (call.k, call.v, call.k_cache, call.v_cache))
     table = None
     if call.block_table is not None:
         ids = call.block_table
-        table = Table(ids, call.block_indptr, ids.stride(0) if ids.dim() == 2 else 0, problem.page_size)
+        stride_seq = ids.stride(0) if ids.dim() == 2 else 0
+        table = Table(ids, call.block_indptr, stride_seq, problem.page_size)
     lens = call.cu_seqlens_k
     if lens is None:
         lens = call.context_lens if call.context_lens is not None else call.seq_lens
@@ -68,28 +72,35 @@ def prepare(
         right = 0
     tree = None if call.tree_mask is None else call.tree_mask.view(torch.uint8)
     masking = Masking(
-        _limit(left), _limit(right), call.chunk_size or 0,
+        _limit(left), _limit(right), _limit(call.chunk_size),
         tree, *((0, 0, 0) if tree is None else (*tree.stride(), tree.shape[1])),
     )  # fmt: skip
     alibi, sinks = call.alibi_slopes, call.sinks
+    stride_alibi = (0, 0)
+    if alibi is not None:
+        stride_alibi = (alibi.stride(0) if alibi.dim() == 2 else 0, alibi.stride(-1))
     scoring = Scoring(
         float(problem.head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale),
         float(call.softcap),
         None if call.query_scale is None else call.query_scale.contiguous(),
         alibi,
-        *((0, 0) if alibi is None else (alibi.stride(0) if alibi.dim() == 2 else 0, alibi.stride(-1))),
+        *stride_alibi,
         sinks,
         0 if sinks is None else sinks.stride(0),
     )
-    split_stride, lse_split = (target.stride(0), target_lse.stride(0)) if target.dim() == 4 and target_lse is not None else (0, 0)
+    split_stride, lse_split = 0, 0
+    if target.dim() == 4 and target_lse is not None:
+        split_stride, lse_split = target.stride(0), target_lse.stride(0)
     output = Output(
         target, split_stride, target.stride(-3), target.stride(-2),
         target_lse, lse_split, 0 if target_lse is None else target_lse.stride(-2),
     )  # fmt: skip
-    spec = _spec(problem, config, gpu, target_lse is not None, _aligned(q, k, v, k_cache, v_cache, target))
+    aligned = _aligned(q, k, v, k_cache, v_cache, target)
+    spec = _spec(problem, config, gpu, target_lse is not None, aligned)
     args = (
-        _rows(q), _rows(k), _rows(v), _pages(k_cache), _pages(v_cache), _scale(call.k_scale), _scale(call.v_scale), table,
-        batch, scoring, masking, output, problem.num_kv_heads, plan_.num_splits, -(-plan_.split_keys // config.block_n),
+        _rows(q), _rows(k), _rows(v), _pages(k_cache), _pages(v_cache),
+        _scale(call.k_scale), _scale(call.v_scale), table, batch, scoring, masking, output,
+        problem.num_kv_heads, plan_.num_splits, -(-plan_.split_keys // config.block_n),
     )  # fmt: skip
     block_q = config.block_m // config.pack
     tiles = problem.batch
@@ -99,14 +110,16 @@ def prepare(
     return programs, args, spec
 
 
-def _spec(problem: Problem, config: KernelConfig, gpu: device.Device, has_lse: bool, aligned: bool) -> Spec:
+def _spec(
+    problem: Problem, config: KernelConfig, gpu: device.Device, has_lse: bool, aligned: bool
+) -> Spec:
     page = problem.page_size
     mask = problem.mask
     return Spec(
         problem.head_dim,
         problem.head_dim_v,
         *blocks(problem.head_dim),
-        *blocks(problem.head_dim_v),
+        *value_blocks(problem),
         config.block_m,
         config.block_n,
         problem.group,
@@ -159,7 +172,7 @@ def _rows(tensor: torch.Tensor | None) -> Rows | None:
 
 
 def _pages(tensor: torch.Tensor | None) -> Pages | None:
-    return None if tensor is None else Pages(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
+    return None if tensor is None else Pages(tensor, *tensor.stride()[:3])
 
 
 def _scale(scale: float | torch.Tensor | None) -> Dequantise:

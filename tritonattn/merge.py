@@ -1,4 +1,4 @@
-"""Merging attention states: partial results over disjoint keys become the result over all of them."""
+"""Merging attention states: results over some keys become the result over all of them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 def merge_states(outs: Tensors, lses: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge partial attention results of the same queries, as if all their keys had been attended in one pass.
+    """Merge results of the same queries over different keys into one over all of these keys.
 
-    outs: n >= 1 tensors ``[T, H, Dv]``, float16, bfloat16 or float32, all of one dtype, shape and GPU, last stride 1; a
-        list, a tuple, or one stacked tensor ``[n, T, H, Dv]``.
-    lses: n tensors ``[H, T]`` float32, natural-log log-sum-exp as ``return_lse=True`` gives it; or one ``[n, H, T]``.
+    outs: n >= 1 tensors ``[T, H, Dv]``, float16, bfloat16 or float32, all of one dtype, shape and
+        GPU, last stride 1; a list, a tuple, or one stacked tensor ``[n, T, H, Dv]``.
+    lses: n tensors ``[H, T]`` float32, natural-log log-sum-exp as ``return_lse=True`` gives it; or
+        one ``[n, H, T]``.
 
-    Returns ``out [T, H, Dv]`` of the same dtype and ``lse [H, T]`` float32.  A state whose lse is -inf is empty: whatever
-    its output holds, NaN too, is not used.  A single state that is not empty passes unchanged, bit for bit; of empty states
-    alone come 0 and -inf.  If several states count the same attention sink, the sum counts it several times.
+    Returns ``out [T, H, Dv]`` of the same dtype and ``lse [H, T]`` float32.  A state whose lse is
+    -inf is empty: whatever its output holds, NaN too, is not used.  A single state that is not
+    empty passes unchanged, bit for bit; of empty states alone come 0 and -inf.  If several states
+    count the same attention sink, the sum counts it several times.
 
-    Raises ArgumentTypeError or ArgumentValueError (both TritonAttnError) for shapes, dtypes or devices that do not agree.
+    Raises ArgumentTypeError or ArgumentValueError (both TritonAttnError) for shapes, dtypes or
+    devices that do not agree.
 
     >>> import torch
     >>> device = "cuda" if torch.cuda.is_available() else "cpu"
-    >>> outs = torch.tensor([0.0, 1.0], device=device).view(2, 1, 1, 1).expand(2, 1, 1, 16).contiguous()
+    >>> outs = torch.tensor([0.0, 1.0], device=device).view(2, 1, 1, 1)
     >>> lses = torch.tensor([12.0, 4.0], device=device).log().view(2, 1, 1)
     >>> out, lse = merge_states(outs, lses)
-    >>> round(out[0, 0, 0].item(), 4), round(lse.exp().item(), 3)
+    >>> round(out.item(), 4), round(lse.exp().item(), 3)
     (0.25, 16.0)
     """
     _check(outs, lses)
-    # float32 [n, T] may come transposed from libraries that keep lse as [T, H]; it is small beside outs.
+    # An lse may come transposed, from a library that keeps it as [T, H]; it is small beside outs.
     stacked_out = outs if isinstance(outs, torch.Tensor) else torch.stack(tuple(outs))
     stacked_lse = lses.contiguous() if isinstance(lses, torch.Tensor) else torch.stack(tuple(lses))
     out = torch.empty(stacked_out.shape[1:], dtype=stacked_out.dtype, device=stacked_out.device)
@@ -52,9 +55,11 @@ def merge_partials(
     lse: torch.Tensor | None,
     device: Device,
 ) -> None:
-    """Merge ``partial_out [S, T, H, Dv]`` and ``partial_lse [S, H, T]`` into ``out [T, H, Dv]`` and, if given, ``lse [H, T]``.
+    """Merge the parts of a softmax whose keys were split.
 
-    Last strides are 1, the others and the floating dtype of ``partial_out`` and ``out`` any; both lse are float32.
+    ``partial_out [S, T, H, Dv]`` and ``partial_lse [S, H, T]`` become ``out [T, H, Dv]`` and, where
+    it is given, ``lse [H, T]``.  Last strides are 1, the others and the float dtypes of
+    ``partial_out`` and ``out`` any; both lse are float32.
     """
     import triton
 
@@ -67,15 +72,19 @@ def merge_partials(
     block_d = max(1, triton.next_power_of_2(head_dim))
     # The interpreter pays by the operation, a GPU by the time its few programs wait for memory.
     block_rows = 256 if device.is_interpreter else max(1, 256 // block_d)
-    parts = Output(partial_out, *partial_out.stride()[:3], partial_lse, *partial_lse.stride()[:2])
-    merged = Output(out, 0, *out.stride()[:2], lse, 0, 0 if lse is None else lse.stride(0))
+    parts = Output(
+        partial_out, partial_out.stride(0), partial_out.stride(1), partial_out.stride(2),
+        partial_lse, partial_lse.stride(0), partial_lse.stride(1),
+    )  # fmt: skip
+    lse_stride = 0 if lse is None else lse.stride(0)
+    merged = Output(out, 0, out.stride(0), out.stride(1), lse, 0, lse_stride)
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_ROWS": block_rows,
         "BLOCK_D": block_d,
         "INTERPRETED": device.is_interpreter,
     }
-    grid = -(-num_rows // block_rows) if head_dim else 0
+    grid = -(-num_rows // block_rows)
     options = binaries.Options(num_warps=2 if block_d <= 256 else 4)
     args = (parts, merged, num_parts, num_rows, num_heads)
     binaries.launch(merge_kernel, grid, args, constants, options, device, out.device)
@@ -107,7 +116,8 @@ def _check(outs: Tensors, lses: Tensors) -> None:
         rules.same_device(f, name, lse, first.device, first_name)
         rules.no_grad(f, name, lse)
         if list(lse.shape[-2:]) != [num_heads, num_tokens]:
-            rule = f"must end in [H, T] = {[num_heads, num_tokens]}, as {first_name} is {list(first.shape)}"
+            shape = [num_heads, num_tokens]
+            rule = f"must end in [H, T] = {shape}, as {first_name} is {list(first.shape)}"
             fix = "An lse has its heads first; transpose one that comes as [T, H]."
             raise bad_value(f, name, rule, lse, fix)
     if first.dtype == torch.bfloat16:
@@ -131,7 +141,9 @@ def _named(
         rule = f"must be a list of tensors {each} or one tensor {stacked}"
         raise bad_type(f, name, rule, states, f"Pass [{name}] for a single state.")
     if _states(states) == 0:
-        raise bad_value(f, name, "must hold at least one state", Text("none"), "Pass n >= 1 states.")
+        raise bad_value(
+            f, name, "must hold at least one state", Text("none"), "Pass n >= 1 states."
+        )
     return named
 
 

@@ -15,7 +15,10 @@ WAVES = 4  # programs an SM that a split call aims at
 
 @dataclass(frozen=True)
 class Plan:
-    """``num_splits`` programs share the keys of a query tile, each a part of equal size, or ``split_keys`` keys if not 0."""
+    """``num_splits`` programs share the keys of a query tile.
+
+    Each takes a part of equal size, or ``split_keys`` keys if that is not 0.
+    """
 
     num_splits: int = 1
     split_keys: int = 0
@@ -28,9 +31,10 @@ def plan(problem: Problem, device: Device) -> Plan:
         # A fixed size, so that where a sequence is cut depends on nothing but its own length.
         if problem.function == "varlen_attention":
             return Plan(1)
-        return Plan(max(1, -(-problem.max_k // INVARIANT_SPLIT)), INVARIANT_SPLIT)
+        return Plan(max(1, -(-problem.capacity_k // INVARIANT_SPLIT)), INVARIANT_SPLIT)
     programs = max(1, problem.total_q * problem.num_kv_heads)
     if problem.max_q > 1:
-        programs = max(problem.batch, -(-problem.total_q * problem.group // 64)) * problem.num_kv_heads
+        tiles = max(problem.batch, -(-problem.total_q * problem.group // 64))
+        programs = tiles * problem.num_kv_heads
     wanted = WAVES * device.sm_count // programs
     return Plan(max(1, min(wanted, problem.max_k // MIN_SPLIT, MAX_SPLITS)))

@@ -1,4 +1,7 @@
-"""What is asked, without tensors: frozen and hashable, made by ``validate``, read by planning, tuning and launching."""
+"""What is asked, without tensors.
+
+Frozen and hashable; made by ``validate``, read by planning, tuning and launching.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ FP8_FORMATS = {
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """Which rules decide what a query sees.  The windows' and chunks' sizes are run-time values, kept by ``Call``."""
+    """Which rules decide what a query sees.
+
+    The windows' and chunks' sizes are run-time values, kept by ``Call``.
+    """
 
     causal: bool = True
     has_left: bool = False  # a limit on the keys before a query's own position
@@ -29,8 +35,8 @@ class MaskSpec:
 class Problem:
     """One attention call as planning and tuning see it.
 
-    The first group changes the generated code.  ``Sizes`` are capacities that the host knows; they choose between valid
-    configurations and never change a result.
+    What stands before ``batch`` changes the generated code.  The sizes from there on are capacities
+    that the host knows: they choose between valid configurations and never change a result.
     """
 
     function: str  # "varlen_attention", "prefix_attention" or "paged_attention"
@@ -47,12 +53,14 @@ class Problem:
     has_alibi: bool = False
     has_sinks: bool = False
     has_query_scale: bool = False
+    is_decode: bool = False  # one query a sequence, as no cu_seqlens_q says otherwise
     batch_invariant: bool = False
     num_splits: int = 0  # 0: the library's choice
     batch: int = 1
     total_q: int = 1
     max_q: int = 1  # bound on a sequence's queries
-    max_k: int = 1  # bound on a sequence's keys, from the buffers' shapes
+    capacity_k: int = 1  # the most keys that the buffers can hold for one sequence
+    max_k: int = 1  # bound on a sequence's keys: the capacity, or less if the caller says so
 
     @property
     def has_cache(self) -> bool:

@@ -252,8 +252,9 @@ def write_kv_cache(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """Row i of ``k`` and ``v`` goes to slot ``slot_mapping[i]``; a negative slot is skipped."""
-    wanted = (slot_mapping >= 0).nonzero()[:, 0]
+    """Row i of ``k`` and ``v`` goes to slot ``slot_mapping[i]``, if the cache has such a slot."""
+    num_slots = k_cache.shape[0] * k_cache.shape[1]
+    wanted = ((slot_mapping >= 0) & (slot_mapping < num_slots)).nonzero()[:, 0]
     slots = slot_mapping[wanted].long()
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         stored = quantise(new[wanted], cache.dtype, scale)
@@ -265,7 +266,7 @@ def quantise(x: Tensor, dtype: torch.dtype, scale: Scale = None) -> Tensor:
     if scale is None and x.dtype == dtype:
         return x
     x = x.float() if scale is None else x.float() / _per_head(scale, None, x.device)
-    limit = torch.finfo(dtype).max
+    limit = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
     return x.clamp(-limit, limit).to(dtype)
 
 
@@ -293,8 +294,8 @@ def gather_kv_cache(
     return k, v
 
 
-def copy_blocks(caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+def copy_blocks(caches: Tensor | Sequence[Tensor], block_mapping: Tensor) -> None:
     """Within each cache, page ``block_mapping[i, 0]`` to page ``block_mapping[i, 1]``."""
     source, destination = block_mapping.long().unbind(1)
-    for cache in caches:
+    for cache in [caches] if isinstance(caches, Tensor) else caches:
         _raw(cache)[destination] = _raw(cache)[source]

@@ -199,7 +199,8 @@ def _kv_sizes(f: str, k_name: str, k: torch.Tensor, v_name: str, v: torch.Tensor
     ):
         if not 1 <= x.shape[-1] <= most:
             rule = f"must have {noun} from 1 to {most} on its last axis"
-            raise bad_value(f, name, rule, x, "Larger heads have no kernel here.")
+            fix = "Larger heads have no kernel here." if x.shape[-1] else "Pass at least one dim."
+            raise bad_value(f, name, rule, x, fix)
 
 
 def block_table(

@@ -189,11 +189,13 @@ def _check(
         has_alibi=call.alibi_slopes is not None,
         has_sinks=call.sinks is not None,
         has_query_scale=call.query_scale is not None,
+        is_decode=f == "paged_attention" and call.cu_seqlens_q is None,
         batch_invariant=call.batch_invariant,
         num_splits=call.num_splits,
         batch=batch,
         total_q=total_q,
         max_q=max(max_q, 1),
+        capacity_k=max(max_k, 1),
         max_k=max(max_k if bound_k is None else min(bound_k, max_k), 1),
     )
 

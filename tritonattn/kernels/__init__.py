@@ -1,4 +1,7 @@
-"""The Triton kernels.  Importing this package decides, before any kernel is decorated, who runs them: GPU or interpreter."""
+"""The Triton kernels.
+
+Importing this package decides, before any kernel is decorated, who runs them: GPU or interpreter.
+"""
 
 from .. import device, interpreter
 

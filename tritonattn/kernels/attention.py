@@ -2,8 +2,8 @@
 
     out_i = sum_j softmax_j(s_ij) v_j,   s_ij = scale q_i . k_j  (capped, biased and masked)
 
-A program takes one tile of (token, head) rows of one sequence and one KV head, and one split of the keys that they see.
-The three public functions are this kernel with other sources of keys.
+A program takes one tile of (token, head) rows of one sequence and one KV head, and one split of the
+keys that they see.  The three public functions are this kernel with other sources of keys.
 """
 
 from typing import NamedTuple
@@ -85,7 +85,17 @@ def load_scale(scale, sequence, kv_head):
 
 
 @triton.jit
-def load_keys(row_ptrs, ok, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr, like, MASKED: tl.constexpr, SPEC):
+def load_keys(
+    row_ptrs,
+    ok,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    like,
+    MASKED: tl.constexpr,
+    SPEC,
+):
     tile = load_tile(row_ptrs, ok, FIRST, BLOCK, DIM, MASKED, SPEC.ALIGNED)
     if FORMAT != "":
         tile = decode(tile, FORMAT, like.dtype, SPEC.NATIVE_FP8)
@@ -93,8 +103,25 @@ def load_keys(row_ptrs, ok, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.co
 
 
 @triton.jit
-def visit(acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, high, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
-    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it.  Nothing outside low..high is read."""
+def visit(
+    acc,
+    acc_tail,
+    row_max,
+    row_sum,
+    row_scale,
+    rows,
+    source,
+    begin,
+    low,
+    high,
+    FORMAT: tl.constexpr,
+    MASKED: tl.constexpr,
+    SPEC,
+):
+    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it.
+
+    Nothing outside low..high is read.
+    """
     offs_n = begin + tl.arange(0, SPEC.BLOCK_N)
     ok = (offs_n >= low) & (offs_n < high)
     visible = ok[None, :]
@@ -102,8 +129,9 @@ def visit(acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, 
         visible = visible & masks.is_visible(offs_n, rows.first, rows.last)
         if SPEC.HAS_TREE:
             visible = visible & masks.is_visible_in_tree(
-                offs_n, rows.first_new, rows.tree_rows, rows.row_ok, rows.tree.tree_width, rows.tree.stride_tree_col
-            )
+                offs_n, rows.first_new, rows.tree_rows, rows.row_ok,
+                rows.tree.tree_width, rows.tree.stride_tree_col,
+            )  # fmt: skip
             # A key that no row sees may hold anything: 0 x NaN would reach the sum.
             ok = ok & (tl.max((visible & rows.row_ok[:, None]).to(tl.int32), 0) > 0)
 
@@ -119,11 +147,18 @@ def visit(acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, 
     k = load_keys(k_rows, ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
     qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)  # [BLOCK_M, BLOCK_N]
     if SPEC.TAIL_D > 0:
-        k_tail = load_keys(k_rows, ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
+        k_tail = load_keys(
+            k_rows, ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC
+        )
         qk = dot(rows.q_tail, tl.trans(k_tail), qk, SPEC.INTERPRETED)
     v = load_keys(v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
 
-    s = softmax.logits(qk, row_scale, rows.softcap, rows.slopes, rows.pos, offs_n, SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI)
+    # float32 rows want a relative precision that 16-bit ones would not show.
+    IS_EXACT: tl.constexpr = rows.q.dtype == tl.float32
+    s = softmax.logits(
+        qk, row_scale, rows.softcap, rows.slopes, rows.pos, offs_n,
+        SPEC.HAS_SOFTCAP, IS_EXACT, SPEC.HAS_ALIBI,
+    )  # fmt: skip
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     p, alpha, row_max, row_sum = softmax.step(row_max, row_sum, s, MASKED)
@@ -131,14 +166,31 @@ def visit(acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, 
     p = round_to(p, v.dtype, SPEC.INTERPRETED)
     acc = dot(p, v, acc * alpha[:, None], SPEC.INTERPRETED)
     if SPEC.TAIL_DV > 0:
-        v_tail = load_keys(v_rows, ok, SPEC.BLOCK_DV, SPEC.TAIL_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
+        v_tail = load_keys(
+            v_rows, ok, SPEC.BLOCK_DV, SPEC.TAIL_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC
+        )
         acc_tail = dot(p, v_tail, acc_tail * alpha[:, None], SPEC.INTERPRETED)
     return acc, acc_tail, row_max, row_sum
 
 
 @triton.jit
-def attend(acc, acc_tail, row_max, row_sum, row_scale, rows, source, low, high, full_low, full_high, FORMAT: tl.constexpr, SPEC):
-    """All tiles of one source's keys low..high: first the edges, masked, then the interior that every row sees."""
+def attend(
+    acc,
+    acc_tail,
+    row_max,
+    row_sum,
+    row_scale,
+    rows,
+    source,
+    low,
+    high,
+    full_low,
+    full_high,
+    FORMAT: tl.constexpr,
+    SPEC,
+):
+    """All tiles of one source's keys low..high: first the edges, masked, then the interior that
+    every row sees."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     start = low
     if source.page_ids is not None:
@@ -154,24 +206,39 @@ def attend(acc, acc_tail, row_max, row_sum, row_scale, rows, source, low, high, 
     for i in tl.range(0, edges):
         begin = tl.where(i < before, start + i * BLOCK_N, full_end + (i - before) * BLOCK_N)
         acc, acc_tail, row_max, row_sum = visit(
-            acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, high, FORMAT, True, SPEC
-        )
+            acc, acc_tail, row_max, row_sum, row_scale, rows, source,
+            begin, low, high, FORMAT, True, SPEC,
+        )  # fmt: skip
     for begin in tl.range(full_start, full_end, BLOCK_N):
         acc, acc_tail, row_max, row_sum = visit(
-            acc, acc_tail, row_max, row_sum, row_scale, rows, source, begin, low, high, FORMAT, False, SPEC
-        )
+            acc, acc_tail, row_max, row_sum, row_scale, rows, source,
+            begin, low, high, FORMAT, False, SPEC,
+        )  # fmt: skip
     return acc, acc_tail, row_max, row_sum
+
+
+@triton.jit
+def visible_keys(pos, num_keys, masking, SPEC):
+    return masks.interval(
+        pos, num_keys, masking.left, masking.right, masking.chunk,
+        SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK,
+    )  # fmt: skip
 
 
 @triton.jit
 def store_rows(output, acc, acc_tail, lse, split, token, head, row_ok, SPEC):
     """A tile's rows of out and lse; ``token`` counts over the whole batch."""
-    rows = output.ptr + split * output.stride_split + token.to(tl.int64) * output.stride_token + head * output.stride_head
+    rows = output.ptr + split * output.stride_split + head * output.stride_head
+    rows += token.to(tl.int64) * output.stride_token
     store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
     if SPEC.TAIL_DV > 0:
-        store_tile(rows, acc_tail, row_ok, SPEC.BLOCK_DV, SPEC.TAIL_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
+        store_tile(
+            rows, acc_tail, row_ok, SPEC.BLOCK_DV, SPEC.TAIL_DV, SPEC.HEAD_DIM_V,
+            SPEC.ALIGNED, SPEC.INTERPRETED,
+        )  # fmt: skip
     if SPEC.HAS_LSE:
-        tl.store(output.lse + split * output.stride_lse_split + head * output.stride_lse_head + token, lse, mask=row_ok)
+        lse_rows = output.lse + split * output.stride_lse_split + head * output.stride_lse_head
+        tl.store(lse_rows + token, lse, mask=row_ok)
 
 
 @triton.jit
@@ -196,20 +263,23 @@ def attention_kernel(
     BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
     HEAD_BLOCKS: tl.constexpr = (SPEC.GROUP + SPEC.PACK - 1) // SPEC.PACK
 
-    # Programs that share keys and values stand next to each other; late query tiles, which see most keys, come first.
+    # Programs that share keys and values stand next to each other; late query tiles, which see most
+    # keys, come first.
     pid = tl.program_id(0)
     head_block = pid % HEAD_BLOCKS
     pid = pid // HEAD_BLOCKS
     kv_head = pid % num_kv_heads
     pid = pid // num_kv_heads
     split = pid % num_splits
-    tile = tl.num_programs(0) // (HEAD_BLOCKS * num_kv_heads * num_splits) - 1 - pid // num_splits
+    last_tile = tl.num_programs(0) // (HEAD_BLOCKS * num_kv_heads * num_splits) - 1
+    tile = last_tile - pid // num_splits
 
     # The sequence, its queries and its keys.
     if batch.cu_seqlens_q is not None:
         sequence, tile = find_sequence(batch.cu_seqlens_q, batch.num_seqs, tile, BLOCK_Q)
         q_start = tl.load(batch.cu_seqlens_q + sequence)
-        q_end = tl.load(batch.cu_seqlens_q + sequence + 1, mask=sequence < batch.num_seqs, other=batch.total_q)
+        has_end = sequence < batch.num_seqs
+        q_end = tl.load(batch.cu_seqlens_q + sequence + 1, mask=has_end, other=batch.total_q)
     else:
         sequence = tile
         tile = tile * 0
@@ -251,15 +321,9 @@ def attention_kernel(
     pos = offs_q + shift  # [BLOCK_M]
     first_pos = tile * BLOCK_Q + shift
     last_pos = tl.minimum(tile * BLOCK_Q + BLOCK_Q, len_q) - 1 + shift
-    first, last = masks.interval(
-        pos, len_k, masking.left, masking.right, masking.chunk, SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK
-    )
-    first_a, last_a = masks.interval(
-        first_pos, len_k, masking.left, masking.right, masking.chunk, SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK
-    )
-    first_b, last_b = masks.interval(
-        last_pos, len_k, masking.left, masking.right, masking.chunk, SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK
-    )
+    first, last = visible_keys(pos, len_k, masking, SPEC)  # [BLOCK_M]
+    first_a, last_a = visible_keys(first_pos, len_k, masking, SPEC)
+    first_b, last_b = visible_keys(last_pos, len_k, masking, SPEC)
     low, high, full_low, full_high = masks.tile_ranges(first_a, last_a, first_b, last_b)
     if SPEC.HAS_TREE:
         full_high = tl.minimum(full_high, tl.maximum(shift, 0))
@@ -275,23 +339,28 @@ def attention_kernel(
     q_tile = load_tile(q_rows, row_ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
     q_tail = q_tile
     if SPEC.TAIL_D > 0:
-        q_tail = load_tile(q_rows, row_ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
+        q_tail = load_tile(
+            q_rows, row_ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED
+        )
     row_scale = tl.full([SPEC.BLOCK_M], 1.0, tl.float32) * scoring.softmax_scale
     if SPEC.HAS_QUERY_SCALE:
         row_scale *= tl.load(scoring.query_scale + token, mask=row_ok, other=0.0)
     slopes = nothing
     if SPEC.HAS_ALIBI:
-        slope_ptrs = scoring.alibi_slopes + sequence * scoring.stride_alibi_seq + head * scoring.stride_alibi_head
+        slope_ptrs = scoring.alibi_slopes + sequence * scoring.stride_alibi_seq
+        slope_ptrs += head * scoring.stride_alibi_head
         slopes = tl.load(slope_ptrs, mask=row_ok, other=0.0).to(tl.float32)
     sink = nothing
     if SPEC.HAS_SINK:
-        sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0).to(tl.float32)
-        sink = tl.where(split == 0, sink, float("-inf"))
+        sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0)
+        sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))
     row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK)
     tree_rows = token.to(tl.int64)
     if SPEC.HAS_TREE:
         tree_rows = masking.tree + tree_rows * masking.stride_tree_row
-    rows = Queries(q_tile, q_tail, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, masking, shift)
+    rows = Queries(
+        q_tile, q_tail, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, masking, shift
+    )
 
     cached_scale = load_scale(k_scale, sequence, kv_head)
     cached_v_scale = load_scale(v_scale, sequence, kv_head)
@@ -301,8 +370,10 @@ def attention_kernel(
         else:
             page_ids = table.ptr + sequence * table.stride_seq
         cached = Source(
-            k_cache.ptr + kv_head * k_cache.stride_head, v_cache.ptr + kv_head * v_cache.stride_head,
-            k_cache.stride_token, v_cache.stride_token, k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
+            k_cache.ptr + kv_head * k_cache.stride_head,
+            v_cache.ptr + kv_head * v_cache.stride_head,
+            k_cache.stride_token, v_cache.stride_token,
+            k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
         )  # fmt: skip
         acc, acc_tail, row_max, row_sum = attend(
             acc, acc_tail, row_max, row_sum, row_scale * cached_scale, rows, cached,
@@ -313,7 +384,8 @@ def attention_kernel(
     if SPEC.HAS_NEW:
         first_row = k_start.to(tl.int64)
         packed = Source(
-            k.ptr + kv_head * k.stride_head + first_row * k.stride_token, v.ptr + kv_head * v.stride_head + first_row * v.stride_token,
+            k.ptr + kv_head * k.stride_head + first_row * k.stride_token,
+            v.ptr + kv_head * v.stride_head + first_row * v.stride_token,
             k.stride_token, v.stride_token, 0, 0, None, None, context,
         )  # fmt: skip
         if not SPEC.HAS_CACHE:
@@ -327,4 +399,6 @@ def attention_kernel(
             acc_tail *= cached_v_scale
 
     inverse, lse = softmax.finish(row_max, row_sum)
-    store_rows(output, acc * inverse[:, None], acc_tail * inverse[:, None], lse, split, token, head, row_ok, SPEC)
+    acc *= inverse[:, None]
+    acc_tail *= inverse[:, None]
+    store_rows(output, acc, acc_tail, lse, split, token, head, row_ok, SPEC)

@@ -1,8 +1,9 @@
-"""Number formats by integer arithmetic: float8 to and from wider floats, and rounding that the interpreter gets right.
+"""Number formats by integer arithmetic: float8 to and from wider floats, and rounding.
 
-A float8 byte is ``s e..e m..m``, its value ``(-1)^s * 2^(e - bias) * 1.m``, and ``2^(1 - bias) * 0.m`` where e is 0.
-Triton converts e4m3fn by an instruction from sm_89 on and not at all before, and its interpreter rounds towards zero or
-worse, so what must be exact everywhere is computed on the bits.
+A float8 byte is ``s e..e m..m`` and its value ``(-1)^s 2^(e - bias) 1.m``, or
+``(-1)^s 2^(1 - bias) 0.m`` where e is 0.  Triton converts e4m3fn by an instruction from sm_89 on
+and not at all before, and its interpreter rounds towards zero or worse, so what must be exact
+everywhere is computed on the bits.
 """
 
 import triton
@@ -11,15 +12,14 @@ import triton.language as tl
 
 @triton.jit
 def decode(raw, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """The values of float8 bytes, as DTYPE (float16, bfloat16, float32); exact, NaN and infinities kept.
+    """The values of float8 bytes, ``raw`` (uint8), as DTYPE: float16, bfloat16 or float32.
 
-    ``raw`` is uint8.  NATIVE converts by the hardware's instruction: for e4m3fn and e5m2 on sm_89 and later, never under
-    the interpreter; the fnuz forms ignore it.
+    Exact; NaN and infinities are kept.  NATIVE converts e4m3fn by the hardware's instruction, on
+    sm_89 and later, never under the interpreter.  Triton's own way from e5m2 to bfloat16 loses
+    infinities and NaN, so that format is always decoded by its bits.
     """
     if NATIVE and FORMAT == "e4m3fn":
         value = raw.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    elif NATIVE and FORMAT == "e5m2":
-        value = raw.to(tl.float8e5, bitcast=True).to(DTYPE)
     else:
         value = _decode_to_fp16(raw, FORMAT).to(DTYPE)
     return value
@@ -27,7 +27,7 @@ def decode(raw, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr)
 
 @triton.jit
 def _decode_to_fp16(raw, FORMAT: tl.constexpr):
-    """float16 holds every value of the four formats, subnormals too, and differs by a constant in the exponent."""
+    """float16 holds every value of the four formats; only the exponent's bias differs."""
     tl.static_assert(
         FORMAT == "e4m3fn" or FORMAT == "e5m2" or FORMAT == "e4m3fnuz" or FORMAT == "e5m2fnuz",
         "unknown float8 format",
@@ -37,26 +37,29 @@ def _decode_to_fp16(raw, FORMAT: tl.constexpr):
     if FORMAT == "e5m2":  # the upper byte of a float16
         value = (byte << 8).to(tl.float16, bitcast=True)
     elif FORMAT == "e4m3fn":
-        # Placed in float16's fields the exponent is 15 - 7 too low.  A multiplication mends subnormals as well.
+        # Placed in float16's fields the exponent is 15 - 7 too low.  A multiplication mends
+        # subnormals as well.
         value = ((byte & 0x7F) << 7 | sign).to(tl.float16, bitcast=True) * 256.0
         value = tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
     elif FORMAT == "e4m3fnuz":
         value = ((byte & 0x7F) << 7 | sign).to(tl.float16, bitcast=True) * 128.0
         value = tl.where(byte == 0x80, float("nan"), value)
     else:
-        # One more than float16's bias.  The greatest exponent is float16's infinity, so it is lowered on the bits; those
-        # that have no lower exponent to go to become float16's subnormals.
+        # One more than float16's bias.  The greatest exponent is float16's infinity, so it is
+        # lowered on the bits; what has no lower exponent to go to becomes a float16 subnormal.
         magnitude = (byte & 0x7F) << 8
-        magnitude = tl.where(magnitude >= 0x800, magnitude - 0x400, magnitude >> 1).to(tl.uint16)
-        value = (magnitude | sign).to(tl.float16, bitcast=True)
+        lowered = tl.where(magnitude >= 0x800, magnitude - 0x400, magnitude >> 1).to(tl.uint16)
+        value = (lowered | sign).to(tl.float16, bitcast=True)
         value = tl.where(byte == 0x80, float("nan"), value)
     return value.to(tl.float16)
 
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr):
-    """The float8 bytes (uint8) nearest to ``x`` (float32): ties to even, beyond the greatest finite value that value, NaN
-    to NaN."""
+    """The float8 bytes (uint8) nearest to ``x`` (float32): ties to even, NaN to NaN.
+
+    What lies beyond the greatest finite value, infinities included, becomes that value.
+    """
     tl.static_assert(
         FORMAT == "e4m3fn" or FORMAT == "e5m2" or FORMAT == "e4m3fnuz" or FORMAT == "e5m2fnuz",
         "unknown float8 format",
@@ -71,7 +74,8 @@ def encode(x, FORMAT: tl.constexpr):
     )
     DROPPED: tl.constexpr = 23 - MANTISSA  # float32's mantissa bits that float8 has not
     SMALLEST_NORMAL: tl.constexpr = (128 - BIAS) << 23
-    # A float32 whose unit in the last place is the smallest subnormal: adding it rounds to a whole number of these.
+    # A float32 whose unit in the last place is the smallest subnormal: adding it rounds to a whole
+    # number of these.
     ROUNDER: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
 
     bits = x.to(tl.int32, bitcast=True)
@@ -97,9 +101,28 @@ def encode(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def widen(x, INTERPRETED: tl.constexpr):
+    """``x`` (float16, bfloat16, float32) as float32.
+
+    The interpreter by itself takes bfloat16's subnormals for 0.
+    """
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        value = bits.to(tl.float32, bitcast=True)
+    else:
+        value = x.to(tl.float32)
+    return value
+
+
+@triton.jit
 def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """``x`` (float32) as DTYPE, rounded to nearest even; the interpreter by itself cuts the low bits off a bfloat16."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    """``x`` (float32, or DTYPE already) as DTYPE, rounded to nearest even.
+
+    The interpreter by itself rounds to bfloat16 towards zero.
+    """
+    if x.dtype == DTYPE:
+        value = x
+    elif INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, 0x7FC0, rounded)

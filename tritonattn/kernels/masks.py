@@ -1,8 +1,9 @@
 """Which keys a query sees: one rule, read two ways.
 
-Every rule but the tree lets a query at position ``pos`` see an interval of keys, first <= j < last, whose ends never move back
-as ``pos`` grows.  So the predicate is two comparisons, and what a tile of queries needs to visit, and which part of that needs
-no mask at all, follow from the intervals of its first and its last query.  A further rule is a few lines in ``interval``.
+Every rule but the tree lets a query at position ``pos`` see an interval of keys, first <= j < last,
+whose ends never move back as ``pos`` grows.  So the predicate is two comparisons, and what a tile
+of queries needs to visit, and which part of that needs no mask at all, follow from the intervals of
+its first and its last query.  A further rule is a few lines in ``interval``.
 """
 
 import triton
@@ -20,7 +21,10 @@ def interval(
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
 ):
-    """Keys first <= j < last seen from ``pos``; empty where first >= last.  ``right`` is 0 for a causal mask."""
+    """Keys first <= j < last seen from ``pos``; empty where first >= last.
+
+    ``right`` is 0 for a causal mask.
+    """
     first = pos * 0
     last = first + num_keys
     if HAS_LEFT:
@@ -28,7 +32,8 @@ def interval(
     if HAS_RIGHT:
         last = tl.minimum(last, pos + right + 1)
     if HAS_CHUNK:
-        # Division truncates, and positions are negative where there are fewer keys than queries: floor by hand.
+        # Division truncates, and positions are negative where there are fewer keys than queries:
+        # floor by hand.
         below = -(((-1 - pos) // chunk + 1) * chunk)
         start = tl.where(pos < 0, below, pos // chunk * chunk)
         first = tl.maximum(first, start)
@@ -38,8 +43,8 @@ def interval(
 
 @triton.jit
 def tile_ranges(first_of_first, last_of_first, first_of_last, last_of_last):
-    """From the intervals of a tile's first and last query: (low, high) of the keys that any of its queries sees, and
-    (full_low, full_high) of those that every one sees."""
+    """From the intervals of a tile's first and last query: (low, high) of the keys that any of its
+    queries sees, and (full_low, full_high) of those that every one sees."""
     return first_of_first, last_of_last, first_of_last, last_of_first
 
 
@@ -51,7 +56,8 @@ def is_visible(offs_n, first, last):
 
 @triton.jit
 def is_visible_in_tree(offs_n, first_new, tree_rows, row_ok, width, stride):
-    """[BLOCK_M, BLOCK_N]: among the last keys, ``first_new`` onward, those that the tree mask names; all earlier ones."""
+    """[BLOCK_M, BLOCK_N]: all keys before ``first_new``; from there on those that the tree mask
+    names."""
     new = offs_n - first_new  # [BLOCK_N]
     known = row_ok[:, None] & (new >= 0)[None, :] & (new < width)[None, :]
     named = tl.load(tree_rows[:, None] + new[None, :] * stride, mask=known, other=0)

@@ -4,20 +4,20 @@ With (o_s, z_s) the output and natural-log lse of part s:
 
     m = max_s z_s    l = sum_s e^(z_s - m)    out = sum_s e^(z_s - m) o_s / l    lse = m + ln(l)
 
-taken part by part in index order, so that the bits do not depend on how many empty parts lie between the others.
+taken part by part in index order, so that the bits do not depend on how many empty parts lie
+between the others.
 """
 
 import triton
 import triton.language as tl
 
-from .casts import round_to
-from .tiles import Output
+from .casts import round_to, widen
 
 
 @triton.jit
 def merge_kernel(
-    parts: Output,
-    merged: Output,
+    parts,  # Output
+    merged,  # Output; lse None: not wanted
     num_parts,
     num_rows,
     num_heads,
@@ -26,7 +26,10 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program a BLOCK_ROWS of (token, head) rows.  A part whose lse is -inf is empty: its output is never used."""
+    """One program a BLOCK_ROWS of (token, head) rows.
+
+    A part whose lse is -inf is empty: its output is never used.
+    """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token = (row // num_heads).to(tl.int64)
     head = (row % num_heads).to(tl.int64)
@@ -47,10 +50,10 @@ def merge_kernel(
         lse_1, out_1 = _load(parts, lse_ptrs, out_ptrs, row, num_rows, mask_d, s + 1, num_parts)
         lse_2, out_2 = _load(parts, lse_ptrs, out_ptrs, row, num_rows, mask_d, s + 2, num_parts)
         lse_3, out_3 = _load(parts, lse_ptrs, out_ptrs, row, num_rows, mask_d, s + 3, num_parts)
-        row_max, row_sum, acc = _add(row_max, row_sum, acc, lse_0, out_0)
-        row_max, row_sum, acc = _add(row_max, row_sum, acc, lse_1, out_1)
-        row_max, row_sum, acc = _add(row_max, row_sum, acc, lse_2, out_2)
-        row_max, row_sum, acc = _add(row_max, row_sum, acc, lse_3, out_3)
+        row_max, row_sum, acc = _add(row_max, row_sum, acc, lse_0, widen(out_0, INTERPRETED))
+        row_max, row_sum, acc = _add(row_max, row_sum, acc, lse_1, widen(out_1, INTERPRETED))
+        row_max, row_sum, acc = _add(row_max, row_sum, acc, lse_2, widen(out_2, INTERPRETED))
+        row_max, row_sum, acc = _add(row_max, row_sum, acc, lse_3, widen(out_3, INTERPRETED))
         s += 4
 
     # A lone part has a sum of exactly 1 and passes through unchanged.
@@ -72,13 +75,14 @@ def merge_kernel(
 def _load(parts, lse_ptrs, out_ptrs, row, num_rows, mask_d, s, num_parts):
     """(lse [BLOCK_ROWS], out [BLOCK_ROWS, BLOCK_D]) of part s; past the last part an empty one.
 
-    ``out`` is read whether or not the part is empty: asking lse first would be a second trip to memory.
+    ``out`` is read whether or not the part is empty: asking lse first would be a second trip to
+    memory.
     """
     mask_row = row < tl.where(s < num_parts, num_rows, 0)
     part = tl.cast(s, tl.int64)
     lse = tl.load(lse_ptrs + part * parts.stride_lse_split, mask=mask_row, other=float("-inf"))
     out = tl.load(out_ptrs + part * parts.stride_split, mask=mask_row[:, None] & mask_d, other=0.0)
-    return lse, out.to(tl.float32)
+    return lse, out
 
 
 @triton.jit

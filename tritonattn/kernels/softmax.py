@@ -2,7 +2,8 @@
 
 With s the scores times log2(e), m the running maximum and l the running sum of a row:
 
-    m' = max(m, max_j s_j)    p_j = 2^(s_j - m')    l' = 2^(m - m') l + sum_j p_j    acc' = 2^(m - m') acc + sum_j p_j v_j
+    m' = max(m, max_j s_j)    p_j = 2^(s_j - m')
+    l' = 2^(m - m') l + sum_j p_j    acc' = 2^(m - m') acc + sum_j p_j v_j
 
 and at the end out = acc / l, lse = ln(2) (m + log2(l)).
 """
@@ -15,15 +16,37 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def logits(qk, row_scale, softcap, slopes, pos, offs_n, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr):
+def tanh(y, IS_EXACT: tl.constexpr):
+    """To some 1e-7, absolute; if IS_EXACT, relative, by Cephes' polynomial where the first form loses digits."""
+    # 1 - 2 / (e^2y + 1) has no inf / inf at either end.
+    result = 1.0 - 2.0 / (tl.math.exp2(y * (2.0 * LOG2E)) + 1.0)
+    if IS_EXACT:
+        z = y * y
+        series = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
+        series = ((series + 1.33314422036e-1) * z - 3.33332819422e-1) * z
+        result = tl.where(z < 0.390625, y + y * series, result)
+    return result
+
+
+@triton.jit
+def logits(
+    qk,
+    row_scale,
+    softcap,
+    slopes,
+    pos,
+    offs_n,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
     """[BLOCK_M, BLOCK_N] scores in base 2: scaled, capped, biased; not yet masked.
 
-    ``row_scale`` [BLOCK_M] multiplies the raw products, ``slopes`` [BLOCK_M] are ALiBi's, both in natural units.
+    ``row_scale`` [BLOCK_M] multiplies the raw products, ``slopes`` [BLOCK_M] are ALiBi's, both in
+    natural units.
     """
     if HAS_SOFTCAP:
-        # tanh(y) = 1 - 2 / (e^2y + 1) has no inf / inf at either end.
-        y = qk * (row_scale / softcap)[:, None]
-        s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.math.exp2(y * (2.0 * LOG2E)) + 1.0))
+        s = (softcap * LOG2E) * tanh(qk * (row_scale / softcap)[:, None], IS_EXACT)
     else:
         s = qk * (row_scale * LOG2E)[:, None]
     if HAS_ALIBI:
@@ -35,7 +58,8 @@ def logits(qk, row_scale, softcap, slopes, pos, offs_n, HAS_SOFTCAP: tl.constexp
 
 @triton.jit
 def start(sink, HAS_SINK: tl.constexpr):
-    """(row_max, row_sum) before the first key: nothing, or the sink's logit, which counts once and has no value.  ``sink`` [BLOCK_M]."""
+    """(row_max, row_sum) before the first key: nothing, or the sink's logit, which counts once and
+    has no value.  ``sink`` [BLOCK_M]."""
     if HAS_SINK:
         row_max = sink * LOG2E
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
@@ -47,7 +71,8 @@ def start(sink, HAS_SINK: tl.constexpr):
 
 @triton.jit
 def step(row_max, row_sum, s, MASKED: tl.constexpr):
-    """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed before, and the new (row_max, row_sum)."""
+    """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed
+    before, and the new (row_max, row_sum)."""
     m_new = tl.maximum(row_max, tl.max(s, 1))
     shift = m_new
     if MASKED:
@@ -60,7 +85,8 @@ def step(row_max, row_sum, s, MASKED: tl.constexpr):
 
 @triton.jit
 def finish(row_max, row_sum):
-    """(factor on acc, natural-log lse); a row that saw nothing gets 0 and -inf.  NaN passes through."""
+    """(factor on acc, natural-log lse): 0 and -inf for a row that saw nothing.  NaN passes through.
+    """
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
     inverse = tl.where(is_empty, 0.0, 1.0 / divisor)

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class Spec(NamedTuple):
-    """Everything here is known when the kernel compiles; lengths, strides, windows and scales are not here.
+    """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
-    A head's dimension is covered by two blocks, powers of two, where that wastes less than one would: 192 by 128 and 64, 576 by
-    512 and 64.  A second block of 0 columns is none.
+    A head's dimension is covered by two blocks, powers of two, where that wastes less than one
+    would: 192 by 128 and 64, 576 by 512 and 64.  A second block of 0 columns is none.
     """
 
     HEAD_DIM: int

@@ -57,10 +57,10 @@ class Output(NamedTuple):
 
 @triton.jit
 def find_sequence(cu_seqlens_q, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """(sequence, the tile's number inside it): sequence b owns tiles cu_seqlens_q[b] // BLOCK_Q + b onward.
+    """(sequence, the tile's number in it): sequence b owns tiles cu_seqlens_q[b] // BLOCK_Q + b on.
 
-    That gives every sequence as many tiles as it needs without a sum over the others.  Rows past the last sequence belong to
-    the sequence numbered ``num_seqs``.
+    That gives every sequence as many tiles as it needs without a sum over the others.  Rows past
+    the last sequence belong to the sequence numbered ``num_seqs``.
     """
     low = 0
     high = num_seqs
@@ -75,7 +75,10 @@ def find_sequence(cu_seqlens_q, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def page_slots(row, table, offs_n, ok, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """(page, slot in it) of keys ``offs_n`` of the sequence whose page ids start at ``row``; PAGE_SIZE 0: any, at run time."""
+    """(page, slot in it) of keys ``offs_n`` of the sequence whose page ids start at ``row``.
+
+    PAGE_SIZE 0: any, known at run time.
+    """
     size = table.page_size
     if PAGE_SIZE > 0:
         size = PAGE_SIZE
@@ -96,7 +99,7 @@ def load_tile(
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Columns FIRST.. of rows [N] as [N, BLOCK]; 0 past DIM and, if MASKED, in rows that are not ok.
+    """Columns FIRST.. of rows [N] as [N, BLOCK]; 0 past DIM and, if MASKED, in rows not ok.
 
     ALIGNED promises rows that start on 16 bytes, so that they are read 16 bytes at a time.
     """
@@ -140,7 +143,7 @@ def store_tile(
 
 @triton.jit
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
-    """a b + acc in float32; float32 operands are multiplied in float32, not tf32.  ``acc`` None: zero.
+    """a b + acc in float32; float32 operands are multiplied as such, not tf32.  ``acc`` None: zero.
 
     The interpreter multiplies a bfloat16's bits, so there the operands are widened first.
     """

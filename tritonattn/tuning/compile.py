@@ -20,15 +20,17 @@ from .config import KernelConfig
 
 @dataclass(frozen=True)
 class Report:
-    """What one binary takes.  Registers and spills are a thread's; 0 where the target's tools do not tell them."""
+    """What one binary takes.  Registers and spills are a thread's."""
 
     shared: int
     registers: int
     spill_bytes: int
+    tensor_memory: int = 0  # columns, of the 512 that Blackwell has
 
 
 def example_call(problem: Problem) -> Call:
-    """Tiny CPU tensors of the problem's dtypes and options: what a binary depends on, and no more."""
+    """Tiny CPU tensors of the problem's dtypes and options: what a binary depends on, and no more.
+    """
     heads = problem.num_kv_heads * problem.group
     ints = torch.zeros(2, dtype=torch.int32)
     mask = problem.mask
@@ -36,7 +38,7 @@ def example_call(problem: Problem) -> Call:
         problem.function,
         q=torch.empty(1, heads, problem.head_dim, dtype=problem.dtype),
         out=torch.empty(1, heads, problem.head_dim_v, dtype=problem.out_dtype),
-        cu_seqlens_q=None if problem.max_q == 1 and not problem.has_new else ints,
+        cu_seqlens_q=None if problem.is_decode else ints,
         causal=mask.causal,
         window_size=(1 if mask.has_left else None, 1 if mask.has_right else None),
         chunk_size=1 if mask.has_chunk else None,
@@ -49,18 +51,23 @@ def example_call(problem: Problem) -> Call:
     if problem.has_new:
         call.k = torch.empty(1, problem.num_kv_heads, problem.head_dim, dtype=problem.dtype)
         call.v = torch.empty(1, problem.num_kv_heads, problem.head_dim_v, dtype=problem.dtype)
-    if problem.cache_dtype is not None:
+    if problem.cache_dtype is None:
+        call.cu_seqlens_k = ints
+    else:
         shape = (1, problem.page_size, problem.num_kv_heads)
         call.k_cache = torch.empty(*shape, problem.head_dim, dtype=problem.cache_dtype)
         call.v_cache = torch.empty(*shape, problem.head_dim_v, dtype=problem.cache_dtype)
         call.block_table = torch.zeros(1, 1, dtype=torch.int32)
-        call.seq_lens = ints
-    else:
-        call.cu_seqlens_k = ints
+        if problem.has_new:
+            call.context_lens = ints
+        else:
+            call.seq_lens = ints
     return call
 
 
-def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device: Device) -> Report:
+def compile_attention(
+    problem: Problem, config: KernelConfig, plan: Plan, device: Device
+) -> Report:
     """Compile the attention kernel for ``device``; raises what Triton's compiler raises."""
     from ..kernels.attention import attention_kernel
     from ..launch import prepare
@@ -72,30 +79,33 @@ def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device
         target, target_lse = target[None].float(), torch.empty(1, target.shape[1], 1)
     _, args, spec = prepare(call, problem, plan, config, device, target, target_lse)
     options = binaries.Options(config.num_warps, config.num_stages)
-    return report(binaries.compile_for(attention_kernel, args, {"SPEC": spec}, options, device))
+    binary = binaries.compile_for(attention_kernel, args, {"SPEC": spec}, options, device)
+    return report(binary)
 
 
 def report(binary) -> Report:
-    """Read a compiled kernel: shared memory from its metadata, registers and spills from the machine code."""
-    shared = binary.metadata.shared
-    asm = binary.asm
+    """Read a compiled kernel: memory from its metadata, registers and spills from its code."""
+    metadata, asm = binary.metadata, binary.asm
+    columns = getattr(metadata, "tmem_size", None) or 0
     if "cubin" in asm:
-        registers, spill = _cuda_resources(asm["cubin"])
-        return Report(shared, registers, spill)
-    text = asm["amdgcn"]
-    number = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text)}
-    return Report(shared, number.get("vgpr_count", 0), number.get("private_segment_fixed_size", 0))
+        return Report(metadata.shared, *_cuda_resources(asm["cubin"]), columns)
+    found = re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", asm["amdgcn"])
+    number = {key: int(value) for key, value in found}
+    return Report(metadata.shared, number["vgpr_count"], number["private_segment_fixed_size"])
 
 
 def _cuda_resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack: kernels here have no arrays of their own, so a stack is spills."""
     import triton
 
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+)\s+STACK:(\d+)", text)
+        told = subprocess.run(
+            [tool, "-res-usage", path], capture_output=True, text=True, check=True
+        )
+    found = re.search(r"REG:(\d+)\s+STACK:(\d+)", told.stdout)
     if found is None:
-        raise RuntimeError(f"cuobjdump told no resources: {text!r}")
+        raise RuntimeError(f"cuobjdump told no resources: {told.stdout!r}")
     return int(found[1]), int(found[2])

@@ -17,7 +17,7 @@ _forced: ContextVar[KernelConfig | None] = ContextVar("forced", default=None)
 
 @contextlib.contextmanager
 def force(config: KernelConfig) -> Iterator[None]:
-    """Run every attention call inside the block with ``config``, or refuse it: for tests and tuning."""
+    """Run every attention call in the block with ``config``, or refuse it: for tests and tuning."""
     token = _forced.set(config)
     try:
         yield
@@ -31,5 +31,7 @@ def lookup(problem: Problem, device: Device) -> KernelConfig:
         return heuristic(problem, device)
     reason = invalid(forced, problem, device)
     if reason:
-        raise UnsupportedError(f"{problem.function}: the forced configuration cannot run here: {reason}.")
+        raise UnsupportedError(
+            f"{problem.function}: the forced configuration cannot run here: {reason}."
+        )
     return forced

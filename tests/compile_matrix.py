@@ -1,0 +1,137 @@
+"""Compile every kernel with the configurations that ship, for every GPU, with none at hand.
+
+    python tests/compile_matrix.py [--targets 80 gfx942] [--thin] [--jobs 2] [--verbose]
+
+Prints a table and fails if a kernel does not compile, does not fit, or spills although its heads
+are of 128 dims or less and its numbers of 16 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import NamedTuple
+
+# Kernels are interpreted or compiled as this says when tritonattn is imported, here and in workers.
+os.environ["TRITON_INTERPRET"] = "0"
+
+TARGETS = ["75", "80", "86", "89", "90", "100", "120", "gfx90a", "gfx942", "gfx950", "gfx1100"]
+# These stand for their kin, and get every case; the others get the core.
+WHOLE = ["80", "90", "gfx942"]
+TENSOR_MEMORY = 512  # columns
+
+
+class Job(NamedTuple):
+    target: str
+    case: str
+    index: int  # among the launches that the case's call makes
+
+
+class Result(NamedTuple):
+    seconds: float
+    error: str = ""
+    kernel: str = ""
+    shared: int = 0
+    registers: int = 0
+    spilled: int = 0
+
+
+def device_of(target: str):
+    from tritonattn import device
+
+    return device.target(int(target) if target.isdigit() else target)
+
+
+def distinct(targets: Iterable[str], thin: bool) -> list[Job]:
+    """One job for each binary."""
+    import launches
+
+    jobs = {}
+    for target in targets:
+        device = device_of(target)
+        whole = target in WHOLE and not thin
+        for case in launches.CORE + (launches.MORE if whole else []):
+            for index, launch in enumerate(case.launches(device)):
+                jobs.setdefault((target, launch.key), Job(target, case.name, index))
+    return list(jobs.values())
+
+
+def compile_one(job: Job) -> Result:
+    import launches
+
+    from tritonattn import binaries
+    from tritonattn.tuning.compile import report
+
+    device = device_of(job.target)
+    case = next(c for c in launches.CORE + launches.MORE if c.name == job.case)
+    launch = case.launches(device)[job.index]
+    kernel = f"{launch.kernel.__name__} {describe(launch)}"
+    start = time.perf_counter()
+    try:
+        binary = binaries.compile_for(*launch[:1], *launch[2:], device)
+        found = report(binary)
+    except Exception as error:  # whatever a compiler raises is a finding
+        lines = str(error).strip().splitlines() or [""]
+        return Result(time.perf_counter() - start, f"{type(error).__name__}: {lines[-1]}", kernel)
+    error = ""
+    if found.shared > device.shared_memory:
+        error = f"needs {found.shared} bytes of shared memory, over {device.shared_memory}"
+    elif found.tensor_memory > TENSOR_MEMORY:
+        error = f"needs {found.tensor_memory} columns of tensor memory, over {TENSOR_MEMORY}"
+    elif found.spill_bytes and case.must_not_spill:
+        error = f"spills {found.spill_bytes} bytes a thread"
+    seconds = time.perf_counter() - start
+    return Result(seconds, error, kernel, found.shared, found.registers, found.spill_bytes)
+
+
+def describe(launch) -> str:
+    spec = launch.constants.get("SPEC")
+    tile = f"{spec.BLOCK_M}x{spec.BLOCK_N}, pack {spec.PACK}, " if spec else ""
+    return f"({tile}{launch.options.num_warps} warps, {launch.options.num_stages} stages)"
+
+
+def table(targets: Iterable[str], results: dict[Job, Result]) -> str:
+    columns = "target binaries shared limit registers spilling failed seconds".split()
+    lines = ["  ".join(f"{column:>9}" for column in columns)]
+    for target in targets:
+        mine = [result for job, result in results.items() if job.target == target]
+        row = (
+            target, len(mine), max(r.shared for r in mine), device_of(target).shared_memory,
+            max(r.registers for r in mine), sum(r.spilled > 0 for r in mine),
+            sum(bool(r.error) for r in mine), round(sum(r.seconds for r in mine)),
+        )  # fmt: skip
+        lines.append("  ".join(f"{value:>9}" for value in row))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, metavar="ARCH")
+    parser.add_argument("--thin", action="store_true", help="the core cases alone")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--verbose", action="store_true", help="a line for each binary")
+    options = parser.parse_args()
+
+    import triton
+
+    jobs = distinct(options.targets, options.thin)
+    print(f"triton {triton.__version__}: {len(jobs)} binaries", flush=True)
+    results = {}
+    with ProcessPoolExecutor(options.jobs) as pool:
+        running = {pool.submit(compile_one, job): job for job in jobs}
+        for done in as_completed(running):
+            job, result = running[done], done.result()
+            results[job] = result
+            if result.error or result.spilled or options.verbose:
+                what = result.error or f"spills {result.spilled} bytes" * bool(result.spilled)
+                print(f"{job.target:>7}  {job.case}: {result.kernel} {what or result}", flush=True)
+    print(table(options.targets, results))
+    return any(result.error for result in results.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Tensors as kernels take them."""
+
+from __future__ import annotations
+
+import torch
+
+from .call import Scale
+from .kernels.attention import Dequantise
+from .kernels.tiles import Pages, Rows
+
+
+def rows(tensor: torch.Tensor) -> Rows:
+    """``[tokens, heads, dim]``."""
+    return Rows(tensor, tensor.stride(0), tensor.stride(1))
+
+
+def pages(tensor: torch.Tensor) -> Pages:
+    """``[pages, page_size, heads, dim]``."""
+    return Pages(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
+
+
+def dequantise(scale: Scale) -> Dequantise:
+    """A float, or a tensor ``[]``, ``[1]``, ``[Hkv]`` or ``[B, Hkv]``."""
+    if not isinstance(scale, torch.Tensor):
+        return Dequantise(1.0 if scale is None else float(scale), None, 0, 0)
+    if scale.numel() == 1:
+        return Dequantise(1.0, scale, 0, 0)
+    return Dequantise(1.0, scale, scale.stride(0) if scale.dim() == 2 else 0, scale.stride(-1))
+
+
+def bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    """float8 values travel as bytes: not every GPU, nor the interpreter, has the type."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether every row of every tensor starts on 16 bytes."""
+    for tensor in tensors:
+        if tensor.data_ptr() % 16:
+            return False
+        size = tensor.element_size()
+        for length, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
+            if length > 1 and stride * size % 16:
+                return False
+    return True
