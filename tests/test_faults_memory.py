@@ -196,20 +196,6 @@ def test_attention_takes_a_negative_length_for_none(path, length, device):
     assert all(map(same_bytes, before, args))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_attention_takes_a_negative_number_of_queries_for_none(function, device):
-    """cu_seqlens_q that steps back: the sequence has no rows, and those of others are theirs."""
-    args, options = Case(function, (9, 5, 4), (2, 0, 3), **SMALL).build(device)
-    starts = options["cu_seqlens_q"] if function == PAGED else args[3 if function == VARLEN else -2]
-    assert starts.tolist() == [0, 2, 2, 5]
-    starts[1] = 3  # 3 rows, then -1 (from 3 to 2), then 3
-    out = Path(function)(*args, **options)
-    assert out.isfinite().all()
-    starts[1] = 2
-    last = check(Path(function), args, options)[0][3:]
-    assert torch.equal(out[3:], last)
-
-
 # Pools and their strides
 
 

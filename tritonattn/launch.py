@@ -12,7 +12,7 @@ from .kernels.tiles import Batch, Output, Pages, Rows, Table
 from .merge import merge_partials
 from .plan import Plan, plan
 from .problem import Problem
-from .tuning.config import KernelConfig, blocks, value_blocks
+from .tuning.config import KernelConfig, blocks, whole_block
 from .tuning.store import lookup
 
 _NO_LIMIT = 1 << 30  # a window side this long limits nothing; longer ones would overflow int32
@@ -37,7 +37,7 @@ def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, t
     grid, args, spec = prepare(call, problem, plan_, config, gpu, target, target_lse)
     options = binaries.Options(config.num_warps, config.num_stages)
     binaries.launch(attention_kernel, grid, args, {"SPEC": spec}, options, gpu, where)
-    if splits > 1:
+    if splits > 1 and target_lse is not None:
         merge_partials(target, target_lse, out, lse, gpu)
     return out if lse is None else (out, lse)
 
@@ -119,7 +119,7 @@ def _spec(
         problem.head_dim,
         problem.head_dim_v,
         *blocks(problem.head_dim),
-        *value_blocks(problem),
+        whole_block(problem.head_dim_v),
         config.block_m,
         config.block_n,
         problem.group,

@@ -105,7 +105,6 @@ def load_keys(
 @triton.jit
 def visit(
     acc,
-    acc_tail,
     row_max,
     row_sum,
     row_scale,
@@ -165,18 +164,12 @@ def visit(
 
     p = round_to(p, v.dtype, SPEC.INTERPRETED)
     acc = dot(p, v, acc * alpha[:, None], SPEC.INTERPRETED)
-    if SPEC.TAIL_DV > 0:
-        v_tail = load_keys(
-            v_rows, ok, SPEC.BLOCK_DV, SPEC.TAIL_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC
-        )
-        acc_tail = dot(p, v_tail, acc_tail * alpha[:, None], SPEC.INTERPRETED)
-    return acc, acc_tail, row_max, row_sum
+    return acc, row_max, row_sum
 
 
 @triton.jit
 def attend(
     acc,
-    acc_tail,
     row_max,
     row_sum,
     row_scale,
@@ -205,16 +198,16 @@ def attend(
     edges = before + (end - full_end) // BLOCK_N
     for i in tl.range(0, edges):
         begin = tl.where(i < before, start + i * BLOCK_N, full_end + (i - before) * BLOCK_N)
-        acc, acc_tail, row_max, row_sum = visit(
-            acc, acc_tail, row_max, row_sum, row_scale, rows, source,
+        acc, row_max, row_sum = visit(
+            acc, row_max, row_sum, row_scale, rows, source,
             begin, low, high, FORMAT, True, SPEC,
         )  # fmt: skip
     for begin in tl.range(full_start, full_end, BLOCK_N):
-        acc, acc_tail, row_max, row_sum = visit(
-            acc, acc_tail, row_max, row_sum, row_scale, rows, source,
+        acc, row_max, row_sum = visit(
+            acc, row_max, row_sum, row_scale, rows, source,
             begin, low, high, FORMAT, False, SPEC,
         )  # fmt: skip
-    return acc, acc_tail, row_max, row_sum
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -226,16 +219,12 @@ def visible_keys(pos, num_keys, masking, SPEC):
 
 
 @triton.jit
-def store_rows(output, acc, acc_tail, lse, split, token, head, row_ok, SPEC):
+def store_rows(output, acc, lse, split, token, head, row_ok, SPEC):
     """A tile's rows of out and lse; ``token`` counts over the whole batch."""
+    split = split.to(tl.int64)
     rows = output.ptr + split * output.stride_split + head * output.stride_head
     rows += token.to(tl.int64) * output.stride_token
     store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
-    if SPEC.TAIL_DV > 0:
-        store_tile(
-            rows, acc_tail, row_ok, SPEC.BLOCK_DV, SPEC.TAIL_DV, SPEC.HEAD_DIM_V,
-            SPEC.ALIGNED, SPEC.INTERPRETED,
-        )  # fmt: skip
     if SPEC.HAS_LSE:
         lse_rows = output.lse + split * output.stride_lse_split + head * output.stride_lse_head
         tl.store(lse_rows + token, lse, mask=row_ok)
@@ -297,10 +286,9 @@ def attention_kernel(
     head = (kv_head * SPEC.GROUP + head_in_group).to(tl.int64)
 
     acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
-    acc_tail = tl.zeros([SPEC.BLOCK_M, SPEC.TAIL_DV if SPEC.TAIL_DV > 0 else 1], tl.float32)
     nothing = tl.full([SPEC.BLOCK_M], float("-inf"), tl.float32)
     if sequence >= batch.num_seqs:  # rows past the last sequence
-        store_rows(output, acc, acc_tail, nothing, split, token, head, row_ok, SPEC)
+        store_rows(output, acc, nothing, split, token, head, row_ok, SPEC)
         return
 
     context = 0  # keys in the cache
@@ -347,7 +335,7 @@ def attention_kernel(
         row_scale *= tl.load(scoring.query_scale + token, mask=row_ok, other=0.0)
     slopes = nothing
     if SPEC.HAS_ALIBI:
-        slope_ptrs = scoring.alibi_slopes + sequence * scoring.stride_alibi_seq
+        slope_ptrs = scoring.alibi_slopes + tl.cast(sequence, tl.int64) * scoring.stride_alibi_seq
         slope_ptrs += head * scoring.stride_alibi_head
         slopes = tl.load(slope_ptrs, mask=row_ok, other=0.0).to(tl.float32)
     sink = nothing
@@ -368,37 +356,34 @@ def attention_kernel(
         if table.indptr is not None:
             page_ids = table.ptr + tl.load(table.indptr + sequence)
         else:
-            page_ids = table.ptr + sequence * table.stride_seq
+            page_ids = table.ptr + tl.cast(sequence, tl.int64) * table.stride_seq
         cached = Source(
-            k_cache.ptr + kv_head * k_cache.stride_head,
-            v_cache.ptr + kv_head * v_cache.stride_head,
+            k_cache.ptr + kv_head.to(tl.int64) * k_cache.stride_head,
+            v_cache.ptr + kv_head.to(tl.int64) * v_cache.stride_head,
             k_cache.stride_token, v_cache.stride_token,
             k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
         )  # fmt: skip
-        acc, acc_tail, row_max, row_sum = attend(
-            acc, acc_tail, row_max, row_sum, row_scale * cached_scale, rows, cached,
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, row_scale * cached_scale, rows, cached,
             low, tl.minimum(high, context), full_low, full_high, SPEC.CACHE_FORMAT, SPEC,
         )  # fmt: skip
         acc *= cached_v_scale
-        acc_tail *= cached_v_scale
     if SPEC.HAS_NEW:
         first_row = k_start.to(tl.int64)
         packed = Source(
-            k.ptr + kv_head * k.stride_head + first_row * k.stride_token,
-            v.ptr + kv_head * v.stride_head + first_row * v.stride_token,
+            k.ptr + kv_head.to(tl.int64) * k.stride_head + first_row * k.stride_token,
+            v.ptr + kv_head.to(tl.int64) * v.stride_head + first_row * v.stride_token,
             k.stride_token, v.stride_token, 0, 0, None, None, context,
         )  # fmt: skip
         if not SPEC.HAS_CACHE:
             row_scale *= cached_scale
-        acc, acc_tail, row_max, row_sum = attend(
-            acc, acc_tail, row_max, row_sum, row_scale, rows, packed,
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, row_scale, rows, packed,
             tl.maximum(low, context), high, full_low, full_high, "", SPEC,
         )  # fmt: skip
         if not SPEC.HAS_CACHE:
             acc *= cached_v_scale
-            acc_tail *= cached_v_scale
 
     inverse, lse = softmax.finish(row_max, row_sum)
     acc *= inverse[:, None]
-    acc_tail *= inverse[:, None]
-    store_rows(output, acc, acc_tail, lse, split, token, head, row_ok, SPEC)
+    store_rows(output, acc, lse, split, token, head, row_ok, SPEC)

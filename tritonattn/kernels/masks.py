@@ -60,5 +60,5 @@ def is_visible_in_tree(offs_n, first_new, tree_rows, row_ok, width, stride):
     names."""
     new = offs_n - first_new  # [BLOCK_N]
     known = row_ok[:, None] & (new >= 0)[None, :] & (new < width)[None, :]
-    named = tl.load(tree_rows[:, None] + new[None, :] * stride, mask=known, other=0)
+    named = tl.load(tree_rows[:, None] + new[None, :].to(tl.int64) * stride, mask=known, other=0)
     return (new < 0)[None, :] | (named != 0)

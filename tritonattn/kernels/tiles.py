@@ -86,7 +86,7 @@ def page_slots(row, table, offs_n, ok, PAGE_SIZE: tl.constexpr, MASKED: tl.const
         page = tl.load(row + offs_n // size, mask=ok, other=0)
     else:
         page = tl.load(row + offs_n // size)
-    return page.to(tl.int64), offs_n % size
+    return page.to(tl.int64), (offs_n % size).to(tl.int64)
 
 
 @triton.jit

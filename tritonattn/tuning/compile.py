@@ -25,6 +25,7 @@ class Report:
     shared: int
     registers: int
     spill_bytes: int
+    spills_in_loops: int = 0  # instructions
     tensor_memory: int = 0  # columns, of the 512 that Blackwell has
 
 
@@ -88,24 +89,46 @@ def report(binary) -> Report:
     metadata, asm = binary.metadata, binary.asm
     columns = getattr(metadata, "tmem_size", None) or 0
     if "cubin" in asm:
-        return Report(metadata.shared, *_cuda_resources(asm["cubin"]), columns)
-    found = re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", asm["amdgcn"])
-    number = {key: int(value) for key, value in found}
-    return Report(metadata.shared, number["vgpr_count"], number["private_segment_fixed_size"])
+        registers, stack, code = _disassemble(asm["cubin"])
+        label, branch, spill = r"\s*(\.L_x_\d+):", r"BRA `\((\.L_x_\d+)\)", r"\b(LDL|STL)\b"
+    else:
+        code = asm["amdgcn"]
+        counts = re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code)
+        number = {key: int(value) for key, value in counts}
+        registers, stack = number["vgpr_count"], number["private_segment_fixed_size"]
+        label, branch, spill = r"(\.LBB\d+_\d+):", r"branch\S*\s+(\.LBB\d+_\d+)", r"\bscratch_|Folded"
+    looped = _in_loops(code, label, branch, spill) if stack else 0
+    return Report(metadata.shared, registers, stack, looped, columns)
 
 
-def _cuda_resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack: kernels here have no arrays of their own, so a stack is spills."""
+def _disassemble(cubin: bytes) -> tuple[int, int, str]:
+    """(registers, stack, code).  Kernels here have no arrays of their own: a stack is spills."""
     import triton
 
-    tool = triton.knobs.nvidia.cuobjdump.path
+    def run(tool, *arguments: str | Path) -> str:
+        command = [tool.path, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    tools = triton.knobs.nvidia
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        told = subprocess.run(
-            [tool, "-res-usage", path], capture_output=True, text=True, check=True
-        )
-    found = re.search(r"REG:(\d+)\s+STACK:(\d+)", told.stdout)
-    if found is None:
-        raise RuntimeError(f"cuobjdump told no resources: {told.stdout!r}")
-    return int(found[1]), int(found[2])
+        usage = run(tools.cuobjdump, "-res-usage", path)
+        found = re.search(r"REG:(\d+)\s+STACK:(\d+)", usage)
+        if found is None:
+            raise RuntimeError(f"cuobjdump told no resources: {usage!r}")
+        registers, stack = int(found[1]), int(found[2])
+        return registers, stack, run(tools.nvdisasm, "-c", path) if stack else ""
+
+
+def _in_loops(code: str, label: str, branch: str, wanted: str) -> int:
+    """How many lines that match ``wanted`` stand between a label and a later branch to it."""
+    lines = code.splitlines()
+    labels: dict[str, int] = {}
+    looped = set[int]()
+    for number, line in enumerate(lines):
+        if found := re.match(label, line):
+            labels[found[1]] = number
+        elif (found := re.search(branch, line)) and found[1] in labels:
+            looped.update(range(labels[found[1]], number))
+    return sum(bool(re.search(wanted, lines[number])) for number in looped)

@@ -34,25 +34,19 @@ class KernelConfig:
         return cls(**data)
 
 
+def whole_block(dim: int) -> int:
+    """The power of two, at least 16, that covers a head dimension."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 def blocks(dim: int) -> tuple[int, int]:
     """The two powers of two that cover a head dimension: 192 by (128, 64), 80 by (64, 16), 120 by (128, 0)."""
-    whole = max(16, 1 << (dim - 1).bit_length())
+    whole = whole_block(dim)
     half = whole // 2
     if dim <= 16 or dim == whole:
         return whole, 0
     tail = max(16, 1 << (dim - half - 1).bit_length())
     return (half, tail) if half + tail < whole else (whole, 0)
-
-
-def value_blocks(problem: Problem) -> tuple[int, int]:
-    """The blocks that cover a value row: one for float8 caches.
-
-    Their values reach shared memory through registers, and of a second block of 16 columns ptxas 12.8, which triton 3.6
-    brings, writes part to the wrong place (seen on sm_90; ptxas 13.0 does not).
-    """
-    if problem.cache_format:
-        return max(16, 1 << (problem.head_dim_v - 1).bit_length()), 0
-    return blocks(problem.head_dim_v)
 
 
 def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
@@ -74,6 +68,6 @@ def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
 def shared_memory(config: KernelConfig, problem: Problem) -> int:
     """An estimate in bytes: the query tile, and the key and value tiles that are in flight."""
     itemsize = problem.dtype.itemsize
-    d, dv = sum(blocks(problem.head_dim)), sum(value_blocks(problem))
+    d, dv = sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v)
     stages = max(1, config.num_stages - 1) if config.num_stages > 1 else 1
     return itemsize * (config.block_m * d + stages * config.block_n * (d + dv))

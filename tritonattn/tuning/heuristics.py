@@ -9,7 +9,7 @@ import torch
 from ..device import Device
 from ..errors import UnsupportedError
 from ..problem import Problem
-from .config import KernelConfig, blocks, invalid
+from .config import KernelConfig, blocks, invalid, whole_block
 
 
 def _power(n: int) -> int:
@@ -26,7 +26,7 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
         block_m = max(16, min(128, rows))
         return KernelConfig(block_m, 64, min(problem.group, block_m), 4, 1)
 
-    width = max(sum(blocks(problem.head_dim)), sum(blocks(problem.head_dim_v)))
+    width = max(sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v))
     typical_q = problem.max_q
     if problem.batch_invariant:
         # Nothing that depends on the batch may choose: not the bound on its queries either.

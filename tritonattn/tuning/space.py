@@ -1,0 +1,64 @@
+"""Which configurations the tuner tries, and how a table's entry is fitted to a call.
+
+``config.invalid`` is the one rule of what can run; nothing here repeats it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from ..device import Device
+from ..problem import Problem
+from .config import KernelConfig, blocks, invalid, value_blocks
+from .heuristics import heuristic
+from .keys import family_of, log2
+
+
+def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
+    """The valid ones, the heuristic's own choice first."""
+    width = max(sum(blocks(problem.head_dim)), sum(value_blocks(problem)))
+    family = family_of(problem)
+    rows = problem.group * (1 if family == "decode" else problem.max_q)
+    if problem.batch_invariant and family != "decode":
+        rows = 1 << 20  # a bound on the queries depends on the batch
+    least = max(16, 1 << log2(rows))
+    is_long = rows > 64
+    if family == "decode":
+        heights = [m for m in (16, 32, 64, 128) if m <= least]
+    else:
+        heights = [64, 128] if is_long else [m for m in (least // 2, least) if m >= 16]
+    lengths = (32, 64, 128) if width <= 256 else (16, 32, 64)
+    warps, stages = ((4, 8), (2, 3, 4)) if is_long else ((2, 4, 8), (2, 3, 4, 5, 6))
+    if device.backend == "hip" or (isinstance(device.arch, int) and device.arch < 80):
+        stages = (1, 2)  # no asynchronous copies to have more of in flight
+    packs = {1, problem.group} if is_long and family != "decode" else {problem.group}
+
+    tried = [heuristic(problem, device)]
+    for m, n, w, s, p in itertools.product(heights, lengths, warps, stages, sorted(packs)):
+        tried.append(KernelConfig(m, n, min(p, m), w, s))
+    unique = list(dict.fromkeys(tried))
+    return [config for config in unique if not invalid(config, problem, device)]
+
+
+def fit(config: KernelConfig, problem: Problem, device: Device) -> KernelConfig | None:
+    """A table's entry as this call can run it; None: not at all.
+
+    An entry speaks for a class of groups, where a pack above 1 means as many heads as fit; one from
+    a GPU with more shared memory gives up stages.
+    """
+    pack = 1 if config.pack == 1 else min(problem.group, config.block_m)
+    for stages in range(config.num_stages, 0, -1):
+        fitted = dataclasses.replace(config, pack=pack, num_stages=stages)
+        if not invalid(fitted, problem, device):
+            return fitted
+    return None
+
+
+def describe(config: KernelConfig) -> str:
+    """``64 x 32 tile, 4 heads packed, 4 warps, 3 stages``."""
+    packed = f"{config.pack} heads packed, " if config.pack > 1 else ""
+    return (
+        f"{config.block_m} x {config.block_n} tile, {packed}{config.num_warps} warps, "
+        f"{config.num_stages} stages"
+    )
