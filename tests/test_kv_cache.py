@@ -1,4 +1,4 @@
-"""Writing, gathering and copying the pages of a cache, bit for bit against torch.
+"""Writing to a cache and gathering from it, bit for bit against torch.
 
 What a function may not change is compared too: the whole memory that a cache is a view of.
 """
@@ -6,24 +6,32 @@ What a function may not change is compared too: the whole memory that a cache is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from caches import (
+    DIMS,
+    E4M3,
+    FLOAT8,
+    PAGE_SIZES,
+    WIDE,
+    bits,
+    check_write,
+    draw_scale,
+    every_float8,
+    every_wide,
+    int32,
+    may_overflow,
+    memory,
+    slots,
+)
 from faults import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tritonattn import (
-    binaries,
-    copy_blocks,
-    gather_kv_cache,
-    reference,
-    swap_blocks,
-    write_kv_cache,
-)
+from tritonattn import gather_kv_cache, reference, write_kv_cache
 from tritonattn.testing import (
     PACKED_LAYOUTS,
     POOL_LAYOUTS,
@@ -34,67 +42,6 @@ from tritonattn.testing import (
     normal,
     packed_keys,
 )
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FLOAT8 = (E4M3, E5M2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-WIDE = (torch.float16, torch.bfloat16, torch.float32)
-PAGE_SIZES = (1, 3, 12, 16, 64)
-DIMS = ((16, 16), (64, 64), (20, 12), (24, 40), (72, 1))
-every_wide = pytest.mark.parametrize("dtype", WIDE, ids=str)
-every_float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-may_overflow = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-
-
-def memory(x: Tensor) -> Tensor:
-    """All bytes of the storage behind ``x``, on the CPU."""
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).cpu()
-
-
-def twins(*tensors: Tensor) -> list[Tensor]:
-    """The same views of copies of their storages, on the CPU."""
-    copies = {x.untyped_storage().data_ptr(): memory(x).clone() for x in tensors}
-    return [
-        copies[x.untyped_storage().data_ptr()]
-        .view(x.dtype)
-        .as_strided(x.shape, x.stride(), x.storage_offset())
-        for x in tensors
-    ]
-
-
-def assert_same_memory(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        same = memory(a) == memory(e)
-        assert same.all(), f"bytes {(~same).nonzero()[:8, 0].tolist()} differ"
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
-
-
-def slots(values: Sequence[int], device: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
-
-
-def check_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, mapping: Tensor, **scales: Any
-) -> None:
-    """The write is torch's, in all memory around the caches."""
-    expected = twins(k_cache, v_cache)
-    on_cpu = {n: s.cpu() if isinstance(s, Tensor) else s for n, s in scales.items()}
-    reference.write_kv_cache(k.cpu(), v.cpu(), *expected, mapping.cpu(), **on_cpu)
-    write_kv_cache(k, v, k_cache, v_cache, mapping, **scales)
-    assert_same_memory((k_cache, v_cache), expected)
-
-
-def draw_scale(data: st.DataObject, num_heads: int, batch: int | None, device: Any) -> Any:
-    shapes = [None, "float", (), (1,), (num_heads,)] + [(batch, num_heads)] * (batch is not None)
-    shape = data.draw(st.sampled_from(shapes), "scale")
-    if shape is None:
-        return None
-    gen = generator(data.draw(st.integers(0, 9)))
-    scale = 0.05 + 3 * torch.rand(shape if shape != "float" else (), generator=gen)
-    return float(scale) if shape == "float" else scale.to(device)
-
 
 # Writing
 
@@ -312,10 +259,6 @@ def check_gather(
         assert torch.equal(was, memory(cache))
 
 
-def int32(values: Sequence[int], device: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 @every_wide
 @given(data=st.data())
 def test_gather_kv_cache_packs_the_cached_tokens(
@@ -447,106 +390,6 @@ def test_gather_kv_cache_returns_what_was_written(dtype: torch.dtype, device: to
     assert torch.equal(bits(got[1]), bits(v))
 
 
-# Copying pages
-
-
-def test_copy_blocks_counts_pages_on_the_first_axis(device: torch.device) -> None:
-    """{0 -> 2, 1 -> 3} in [4, 2, ...], whose second axis is no page."""
-    cache = torch.arange(4 * 2 * 3, device=device).view(4, 2, 3).float()
-    expected = cache[[0, 1, 0, 1]].clone()
-    copy_blocks(cache, slots([0, 2, 1, 3], device).view(2, 2))
-    assert torch.equal(cache, expected)
-
-
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_copy_blocks_reads_all_pages_before_it_writes(
-    index_dtype: torch.dtype, device: torch.device
-) -> None:
-    caches = [torch.arange(5.0, device=device).view(5, 1, 1, 1).repeat(1, 4, 2, 8) for _ in "kv"]
-    copy_blocks(caches, slots([0, 1, 1, 2, 2, 0, 3, 3], device, index_dtype).view(4, 2))
-    for cache in caches:
-        assert cache[:, 0, 0, 0].tolist() == [2, 0, 1, 3, 4]
-
-
-@pytest.mark.parametrize(
-    "dtype", [*WIDE, *FLOAT8, torch.float64, torch.uint8, torch.bool, torch.int64], ids=str
-)
-@given(data=st.data())
-def test_copy_blocks_copies_bytes_and_changes_no_other(
-    dtype: torch.dtype, device: torch.device, data: st.DataObject
-) -> None:
-    gen = generator(data.draw(st.integers(0, 99)))
-    pages = data.draw(st.integers(1, 7))
-    shape = (pages, *data.draw(st.sampled_from(((4, 2, 8), (2, 3), (5,), ()))))
-    num_bytes = 2 * math.prod(shape) * dtype.itemsize
-    high = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, high, (num_bytes,), dtype=torch.uint8, generator=gen).to(device)
-    wide = raw.view(dtype).view(pages, 2, *shape[1:])  # both caches in one pool
-    caches = [wide[:, 0], wide[:, 1]]
-    num = data.draw(st.integers(0, pages))
-    sources = torch.randint(0, pages, (num,), generator=gen)
-    targets = torch.randperm(pages, generator=gen)[:num]
-    expected = twins(*caches)
-    for twin in expected:
-        cells = twin.view(
-            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        )
-        cells[targets] = cells[sources].clone()
-    copy_blocks(caches, torch.stack([sources, targets], 1).to(device))
-    assert_same_memory(caches, expected)
-
-
-def test_copy_blocks_takes_one_tensor_a_list_or_none_at_all(device: torch.device) -> None:
-    mapping = slots([[0, 1]], device)
-    for pack in (lambda x: x, lambda x: [x], lambda x: (x,)):
-        cache = torch.arange(3.0, device=device)
-        copy_blocks(pack(cache), mapping)
-        assert cache.tolist() == [0, 0, 2]
-    copy_blocks([], mapping)
-
-
-def test_swap_blocks_copies_from_one_cache_to_another(device: torch.device) -> None:
-    gen = generator(0)
-    source = torch.randint(-(2**15), 2**15, (5, 4, 2, 8), dtype=torch.int16, generator=gen)
-    source = source.view(torch.bfloat16).to(device)
-    pool = torch.full((2, 3, 4, 8, 2), 7.0, dtype=torch.bfloat16, device=device)
-    destination = pool[1].transpose(2, 3)
-    before, kept = source.clone(), destination.clone()
-    swap_blocks(source, destination, slots([[4, 0], [0, 2]], device))
-    assert torch.equal(bits(destination.contiguous()[[0, 2]]), bits(source[[4, 0]]))
-    assert torch.equal(destination[1], kept[1])
-    assert (pool[0] == 7.0).all()
-    assert torch.equal(bits(source), bits(before))
-
-
-def test_swap_blocks_within_one_cache_exchanges_pages(device: torch.device) -> None:
-    cache = torch.arange(4.0, device=device).view(4, 1).repeat(1, 3)
-    swap_blocks(cache, cache, slots([[0, 3], [3, 0]], device))
-    assert cache[:, 0].tolist() == [3, 1, 2, 0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
-def test_swap_blocks_of_no_pages_changes_nothing(dtype: torch.dtype, device: torch.device) -> None:
-    caches = torch.ones(2, 3, 4, device=device).to(dtype).unbind(0)
-    before = memory(caches[0]).clone()
-    swap_blocks(*caches, slots([], device).view(0, 2))
-    assert torch.equal(memory(caches[0]), before)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, E5M2], ids=str)
-@pytest.mark.parametrize("mapping_on", ["cpu", "cuda"])
-def test_swap_blocks_moves_pages_between_cpu_and_gpu(mapping_on: str, dtype: torch.dtype) -> None:
-    on_gpu = torch.randn(5, 4, 2, 8, device="cuda").to(dtype)
-    on_cpu = torch.zeros(3, 4, 2, 8).to(dtype).pin_memory()
-    original = bits(on_gpu).clone()
-    swap_blocks(on_gpu, on_cpu, slots([[4, 0], [1, 2]], mapping_on))
-    assert torch.equal(bits(on_cpu)[[0, 2]], original[[4, 1]].cpu())
-    assert (bits(on_cpu)[1] == 0).all()
-    swap_blocks(on_cpu, on_gpu, slots([[2, 3]], mapping_on))
-    assert torch.equal(bits(on_gpu), original[[0, 1, 2, 1, 4]])
-
-
 # Offsets beyond 2^31: a wrapped one would crash, so in a process of its own
 
 BIG = """
@@ -582,88 +425,3 @@ BIG = """
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_write_and_gather_kv_cache_offsets_have_64_bits(dtype: str, device: torch.device) -> None:
     run_script(BIG, device.type, dtype)
-
-
-# On a GPU
-
-
-@pytest.mark.gpu
-def test_write_and_gather_kv_cache_compile_nothing_for_other_sizes() -> None:
-    k, v = torch.randn(2, 40, 2, 64, dtype=torch.float16, device="cuda")
-
-    def call(num: int, pages: int, batch: int, page_size: int) -> None:
-        caches = torch.zeros(2, pages, page_size, 2, 64, dtype=torch.float16, device="cuda")
-        write_kv_cache(k[:num], v[:num], *caches, slots(range(num), "cuda"))
-        table = torch.zeros(batch, pages, dtype=torch.int32, device="cuda")
-        lens = int32([1] * batch, "cuda")
-        starts = int32(range(batch + 1), "cuda")
-        gather_kv_cache(*caches, table, lens, cu_seqlens_k=starts, total_k=batch)
-
-    call(16, 4, 16, 16)
-    before = binaries.count()
-    for sizes in ((1, 1, 1, 1), (17, 3, 5, 12), (40, 5, 33, 16), (2, 64, 2, 7)):
-        call(*sizes)
-    assert binaries.count() == before
-
-
-@pytest.mark.gpu
-def test_cache_functions_never_synchronise() -> None:
-    k, v = torch.randn(2, 8, 2, 64, dtype=torch.float16, device="cuda")
-    caches = torch.zeros(2, 4, 16, 2, 64, device="cuda").to(E4M3).unbind(0)
-    mapping, scale = slots(range(8), "cuda"), torch.ones(2, device="cuda")
-    table, lens, starts = (int32(x, "cuda") for x in ([[0]], [8], [0, 8]))
-    pairs = slots([[0, 1]], "cuda")
-
-    def all_of_them() -> None:
-        write_kv_cache(k, v, *caches, mapping, k_scale=scale, v_scale=2.0)
-        gather_kv_cache(
-            *caches, table, lens, cu_seqlens_k=starts, total_k=8, k_scale=scale,
-            out_dtype=torch.float16,
-        )  # fmt: skip
-        copy_blocks(caches, pairs)
-        swap_blocks(caches[0], caches[1], pairs)
-
-    all_of_them()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        all_of_them()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_cache_functions_replay_in_a_graph_with_other_slots() -> None:
-    gen = generator(0)
-    k, v = (normal(4, 2, 64, dtype=torch.float16, generator=gen, device="cuda") for _ in "kv")
-    caches = torch.zeros(2, 4, 16, 2, 64, dtype=torch.float16, device="cuda").unbind(0)
-    mapping, pairs = slots([0, 1, 2, 3], "cuda"), slots([[0, 1]], "cuda")
-    table, lens, starts = (int32(x, "cuda") for x in ([[0, 1]], [4], [0, 4]))
-
-    def step() -> tuple[Tensor, Tensor]:
-        write_kv_cache(k, v, *caches, mapping)
-        copy_blocks(caches, pairs)
-        return gather_kv_cache(*caches, table, lens, cu_seqlens_k=starts, total_k=8)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows, _ = step()
-    for cache in caches:
-        cache.zero_()
-    mapping.copy_(slots([33, -1, 35, -1], "cuda"))
-    pairs.copy_(slots([[2, 3]], "cuda"))
-    table.copy_(int32([[3, 2]], "cuda"))
-    starts.copy_(int32([0, 6], "cuda"))
-    graph.replay()
-    expected = torch.zeros_like(rows)
-    expected[1], expected[3] = k[0], k[2]
-    assert torch.equal(rows, expected)
-
-
-@pytest.mark.two_gpus
-def test_cache_functions_run_where_their_tensors_are() -> None:
-    assert torch.cuda.current_device() == 0
-    k, v = torch.randn(2, 4, 2, 64, dtype=torch.float16, device="cuda:1")
-    caches = torch.zeros(2, 4, 16, 2, 64, dtype=torch.float16, device="cuda:1").unbind(0)
-    check_write(k, v, *caches, slots([3, 60, 17, -1], "cuda:1"))

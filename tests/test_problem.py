@@ -42,12 +42,13 @@ def _forget() -> Iterator[None]:
 
 
 EXPECTED = {
-    VARLEN: {"batch": 2, "total_q": 3, "max_q": 3, "max_k": 7},
+    VARLEN: {"batch": 2, "total_q": 3, "max_q": 3, "max_k": 7, "capacity_k": 7},
     PREFIX: {
         "batch": 2,
         "total_q": 3,
         "max_q": 3,
         "max_k": 27,
+        "capacity_k": 27,
         "cache_dtype": fp16,
         "page_size": 8,
     },
@@ -56,6 +57,7 @@ EXPECTED = {
         "total_q": 2,
         "max_q": 1,
         "max_k": 24,
+        "capacity_k": 24,
         "cache_dtype": fp16,
         "page_size": 8,
         "is_decode": True,
@@ -64,7 +66,9 @@ EXPECTED = {
 
 
 def expected(function: str, **changes: Any) -> Problem:
+    table = None if function == VARLEN else torch.int32
     fields: dict[str, Any] = dict(
+        types=(table, None, None, None, None, None),
         function=function, dtype=fp16, out_dtype=fp16, head_dim=16, head_dim_v=24, num_kv_heads=2,
         group=2, mask=MaskSpec(has_right=True), **EXPECTED[function],
     )  # fmt: skip
@@ -86,8 +90,10 @@ def test_validate_gives_the_problem_of_every_option(function: str, device: torch
         k_scale=new(2, 2, dtype=f32), v_scale=0.5, return_lse=True, num_splits=256,
         out=new(total_q, 4, 24, dtype=f32), batch_invariant=True,
     )  # fmt: skip
+    table = None if function == VARLEN else torch.int32
     assert validate(call) == expected(
-        function, out_dtype=f32, mask=MaskSpec(True, True, False, True, True), has_softcap=True,
+        function, types=(table, None, f64, bf16, f32, None), out_dtype=f32,
+        mask=MaskSpec(True, True, False, True, True), has_softcap=True,
         has_alibi=True, has_sinks=True, has_query_scale=True, batch_invariant=True, num_splits=256,
     )  # fmt: skip
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from . import rules
 from .call import Scale
-from .kernels.attention import Dequantise
-from .kernels.tiles import Pages, Rows
+from .kernels.tiles import Dequantise, Pages, Rows
 
 
 def rows(tensor: torch.Tensor) -> Rows:
@@ -35,11 +35,4 @@ def bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Whether every row of every tensor starts on 16 bytes."""
-    for tensor in tensors:
-        if tensor.data_ptr() % 16:
-            return False
-        size = tensor.element_size()
-        for length, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-            if length > 1 and stride * size % 16:
-                return False
-    return True
+    return all(x.data_ptr() % 16 == 0 and rules.keeps_alignment(x) for x in tensors)

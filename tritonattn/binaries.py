@@ -37,6 +37,7 @@ class Options(NamedTuple):
 
 
 _compiled: dict[tuple, Any] = {}
+_HERE = contextlib.nullcontext()
 
 
 def launch(
@@ -47,10 +48,12 @@ def launch(
     options: Options,
     device: Device,
     where: torch.device,
+    memo: dict[int, Any] | None = None,
 ) -> None:
     """Run ``kernel`` over ``grid`` programs on the current stream of ``where``.
 
-    An empty grid runs nothing.
+    An empty grid runs nothing.  ``memo`` belongs to a caller whose kernel, constants, options and
+    dtypes never change: it keeps each GPU's binary, so that none of them is looked at again.
     """
     if grid == 0:
         return
@@ -59,11 +62,12 @@ def launch(
         return
     index = where.index if where.index is not None else torch.cuda.current_device()
     other = index != torch.cuda.current_device()
-    with torch.cuda.device(index) if other else contextlib.nullcontext():
-        key = (kernel, index, tuple(constants.values()), _signature(args), options)
-        binary = _compiled.get(key)
+    with torch.cuda.device(index) if other else _HERE:
+        binary = memo.get(index) if memo is not None else None
         if binary is None:
-            binary = _compiled[key] = compile_for(kernel, args, constants, options, device)
+            binary = _find(kernel, index, args, constants, options, device)
+            if memo is not None:
+                memo[index] = binary
         try:
             binary[(grid, 1, 1)](*args, *constants.values())
         except triton.OutOfResources as error:
@@ -73,6 +77,14 @@ def launch(
                 f"{error.limit}. "
                 "Use a configuration with smaller tiles or fewer stages."
             ) from error
+
+
+def _find(kernel, index: int, args: tuple, constants, options: Options, device: Device):
+    key = (kernel, index, tuple(constants.values()), _signature(args), options)
+    binary = _compiled.get(key)
+    if binary is None:
+        binary = _compiled[key] = compile_for(kernel, args, constants, options, device)
+    return binary
 
 
 def compile_for(

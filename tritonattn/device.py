@@ -102,3 +102,10 @@ def describe(device: torch.device) -> Device:
         arch, backend, warp = facts.major * 10 + facts.minor, "cuda", 32
     shared = getattr(facts, "shared_memory_per_block_optin", 0) or SHARED_MEMORY.get(arch, 65_536)
     return Device(backend, arch, facts.name, facts.multi_processor_count, shared, warp)
+
+
+def l2_bytes(device: torch.device) -> int:
+    """The size of a GPU's L2 cache; 0 for the CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)

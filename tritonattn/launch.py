@@ -2,44 +2,109 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from . import binaries, device
+from .arguments import bytes_if_fp8, dequantise, pages, rows
 from .call import Call
-from .kernels.attention import Dequantise, Masking, Scoring, attention_kernel
+from .kernels.attention import Masking, Scoring, attention_kernel
 from .kernels.spec import Spec
-from .kernels.tiles import Batch, Output, Pages, Rows, Table
+from .kernels.tiles import Batch, Output, Table
 from .merge import merge_partials
 from .plan import Plan, plan
 from .problem import Problem
 from .tuning.config import KernelConfig, blocks, whole_block
-from .tuning.store import lookup
+from .tuning.store import forced, lookup
 
 _NO_LIMIT = 1 << 30  # a window side this long limits nothing; longer ones would overflow int32
 
 
+@dataclass(slots=True)
+class Ready:
+    """What every call of one kind shares: worked out at its first, looked up at the others."""
+
+    gpu: device.Device
+    plan: Plan
+    config: KernelConfig
+    options: binaries.Options
+    spec: dict[str, Spec]
+    programs_per_tile: int
+    block_q: int
+    binary: dict[int, object] = field(default_factory=dict)
+
+
+_ready: dict[tuple, Ready] = {}
+_READY_LIMIT = 4096
+
+
 def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a validated call."""
-    where = call.q.device
-    gpu = device.describe(where)
-    plan_ = plan(problem, gpu)
-    config = lookup(problem, gpu)
-    total_q, heads = call.q.shape[0], call.q.shape[1]
+    q = call.q
+    ready = _get_ready(call, problem)
+    total_q, heads, _ = q.shape
     out = call.out
     if out is None:
-        out = call.q.new_empty((total_q, heads, problem.head_dim_v))
-    lse = call.q.new_empty((heads, total_q), dtype=torch.float32) if call.return_lse else None
-    splits = plan_.num_splits
+        out = q.new_empty((total_q, heads, problem.head_dim_v))
+    lse = q.new_empty((heads, total_q), dtype=torch.float32) if call.return_lse else None
+    splits = ready.plan.num_splits
     target, target_lse = out, lse
     if splits > 1:
-        target = call.q.new_empty((splits, total_q, heads, problem.head_dim_v), dtype=torch.float32)
-        target_lse = call.q.new_empty((splits, heads, total_q), dtype=torch.float32)
-    grid, args, spec = prepare(call, problem, plan_, config, gpu, target, target_lse)
-    options = binaries.Options(config.num_warps, config.num_stages)
-    binaries.launch(attention_kernel, grid, args, {"SPEC": spec}, options, gpu, where)
+        target = q.new_empty((splits, total_q, heads, problem.head_dim_v), dtype=torch.float32)
+        target_lse = q.new_empty((splits, heads, total_q), dtype=torch.float32)
+    args = arguments(call, problem, ready.plan, ready.config, target, target_lse)
+    tiles = problem.batch
+    if call.cu_seqlens_q is not None:
+        tiles += total_q // ready.block_q + 1
+    binaries.launch(
+        attention_kernel, tiles * ready.programs_per_tile, args, ready.spec, ready.options,
+        ready.gpu, q.device, ready.binary,
+    )  # fmt: skip
     if splits > 1 and target_lse is not None:
-        merge_partials(target, target_lse, out, lse, gpu)
+        merge_partials(target, target_lse, out, lse, ready.gpu)
     return out if lse is None else (out, lse)
+
+
+def forget() -> None:
+    """Look everything up again at the next call: for whoever changes tables or configurations."""
+    _ready.clear()
+
+
+def _get_ready(call: Call, problem: Problem) -> Ready:
+    q, k, v, k_cache, v_cache, out = call.q, call.k, call.v, call.k_cache, call.v_cache, call.out
+    starts = q.data_ptr()
+    if k is not None and v is not None:
+        starts |= k.data_ptr() | v.data_ptr()
+    if k_cache is not None and v_cache is not None:
+        starts |= k_cache.data_ptr() | v_cache.data_ptr()
+    if out is not None:
+        starts |= out.data_ptr()
+    aligned = problem.rows_aligned and starts % 16 == 0
+    key = (problem, q.device, call.return_lse, out is None, aligned, forced())
+    ready = _ready.get(key)
+    if ready is None:
+        gpu = device.describe(q.device)
+        plan_ = plan(problem, gpu)
+        config = lookup(problem, gpu)
+        has_lse = call.return_lse or plan_.num_splits > 1
+        if plan_.num_splits > 1:  # partial results in float32, packed
+            aligned &= problem.head_dim_v % 4 == 0
+        elif out is None:
+            aligned &= problem.head_dim_v * problem.dtype.itemsize % 16 == 0
+        spec = make_spec(problem, config, gpu, has_lse, aligned)
+        if len(_ready) >= _READY_LIMIT:
+            _ready.clear()
+        ready = _ready[key] = Ready(
+            gpu,
+            plan_,
+            config,
+            binaries.Options(config.num_warps, config.num_stages),
+            {"SPEC": spec},
+            plan_.num_splits * problem.num_kv_heads * -(-problem.group // config.pack),
+            config.block_m // config.pack,
+        )
+    return ready
 
 
 def prepare(
@@ -51,13 +116,33 @@ def prepare(
     target: torch.Tensor,
     target_lse: torch.Tensor | None,
 ) -> tuple[int, tuple, Spec]:
-    """The attention kernel's grid, arguments and constants.
+    """The attention kernel's grid, arguments and constants, for compiling it without a call.
 
     ``target`` is out, or one part for each split.
     """
-    q = call.q
-    k, v, k_cache, v_cache = map(_bytes_if_fp8, (call.k, call.v, call.k_cache, call.v_cache))
-    table = None
+    args = arguments(call, problem, plan_, config, target, target_lse)
+    spec = make_spec(problem, config, gpu, target_lse is not None, problem.rows_aligned)
+    tiles = problem.batch
+    if call.cu_seqlens_q is not None:
+        tiles += problem.total_q // (config.block_m // config.pack) + 1
+    programs = plan_.num_splits * problem.num_kv_heads * -(-problem.group // config.pack)
+    return tiles * programs, args, spec
+
+
+def arguments(
+    call: Call,
+    problem: Problem,
+    plan_: Plan,
+    config: KernelConfig,
+    target: torch.Tensor,
+    target_lse: torch.Tensor | None,
+) -> tuple:
+    """The attention kernel's run-time arguments, in its order."""
+    k = v = k_cache = v_cache = table = None
+    if call.k is not None and call.v is not None:
+        k, v = rows(call.k), rows(call.v)
+    if call.k_cache is not None and call.v_cache is not None:
+        k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
     if call.block_table is not None:
         ids = call.block_table
         stride_seq = ids.stride(0) if ids.dim() == 2 else 0
@@ -95,24 +180,17 @@ def prepare(
         target, split_stride, target.stride(-3), target.stride(-2),
         target_lse, lse_split, 0 if target_lse is None else target_lse.stride(-2),
     )  # fmt: skip
-    aligned = _aligned(q, k, v, k_cache, v_cache, target)
-    spec = _spec(problem, config, gpu, target_lse is not None, aligned)
-    args = (
-        _rows(q), _rows(k), _rows(v), _pages(k_cache), _pages(v_cache),
-        _scale(call.k_scale), _scale(call.v_scale), table, batch, scoring, masking, output,
+    return (
+        rows(call.q), k, v, k_cache, v_cache,
+        dequantise(call.k_scale), dequantise(call.v_scale), table, batch, scoring, masking, output,
         problem.num_kv_heads, plan_.num_splits, -(-plan_.split_keys // config.block_n),
     )  # fmt: skip
-    block_q = config.block_m // config.pack
-    tiles = problem.batch
-    if call.cu_seqlens_q is not None:
-        tiles += problem.total_q // block_q + 1
-    programs = tiles * plan_.num_splits * problem.num_kv_heads * -(-problem.group // config.pack)
-    return programs, args, spec
 
 
-def _spec(
+def make_spec(
     problem: Problem, config: KernelConfig, gpu: device.Device, has_lse: bool, aligned: bool
 ) -> Spec:
+    """What selects the machine code of a problem under a configuration."""
     page = problem.page_size
     mask = problem.mask
     return Spec(
@@ -145,39 +223,3 @@ def _spec(
 
 def _limit(side: int | None) -> int:
     return _NO_LIMIT if side is None or side < 0 else min(side, _NO_LIMIT)
-
-
-def _bytes_if_fp8(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """float8 values travel as bytes: not every GPU, nor the interpreter, has the type."""
-    if tensor is not None and tensor.dtype.itemsize == 1:
-        return tensor.view(torch.uint8)
-    return tensor
-
-
-def _aligned(*tensors: torch.Tensor | None) -> bool:
-    """Whether every row of every tensor starts on 16 bytes."""
-    for tensor in tensors:
-        if tensor is not None:
-            size = tensor.element_size()
-            if tensor.data_ptr() % 16:
-                return False
-            for length, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-                if length > 1 and stride * size % 16:
-                    return False
-    return True
-
-
-def _rows(tensor: torch.Tensor | None) -> Rows | None:
-    return None if tensor is None else Rows(tensor, tensor.stride(0), tensor.stride(1))
-
-
-def _pages(tensor: torch.Tensor | None) -> Pages | None:
-    return None if tensor is None else Pages(tensor, *tensor.stride()[:3])
-
-
-def _scale(scale: float | torch.Tensor | None) -> Dequantise:
-    if not isinstance(scale, torch.Tensor):
-        return Dequantise(1.0 if scale is None else float(scale), None, 0, 0)
-    if scale.numel() == 1:
-        return Dequantise(1.0, scale, 0, 0)
-    return Dequantise(1.0, scale, scale.stride(0) if scale.dim() == 2 else 0, scale.stride(-1))

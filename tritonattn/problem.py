@@ -5,7 +5,7 @@ Frozen and hashable; made by ``validate``, read by planning, tuning and launchin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -54,6 +54,8 @@ class Problem:
     has_sinks: bool = False
     has_query_scale: bool = False
     is_decode: bool = False  # one query a sequence, as no cu_seqlens_q says otherwise
+    rows_aligned: bool = True  # strides that keep every row on 16 bytes, if its tensor starts there
+    types: tuple[object, ...] = ()  # dtypes of the table and of the options' tensors; None: absent
     batch_invariant: bool = False
     num_splits: int = 0  # 0: the library's choice
     batch: int = 1
@@ -61,6 +63,13 @@ class Problem:
     max_q: int = 1  # bound on a sequence's queries
     capacity_k: int = 1  # the most keys that the buffers can hold for one sequence
     max_k: int = 1  # bound on a sequence's keys: the capacity, or less if the caller says so
+
+    def __hash__(self) -> int:  # a call looks itself up several times: computed once
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, f.name) for f in fields(self)))
+            object.__setattr__(self, "_hash", known)
+        return known
 
     @property
     def has_cache(self) -> bool:

@@ -292,3 +292,9 @@ def _brief(value: object) -> str:
     text = " ".join(repr(value).split())
     text = text if len(text) <= 60 else text[:57] + "..."
     return "None" if value is None else f"{type(value).__name__} {text}"
+
+
+def keeps_alignment(x: torch.Tensor) -> bool:
+    """Whether strides keep every row on 16 bytes; an axis of one entry is never stepped along."""
+    steps = zip(x.shape[:-1], x.stride(), strict=False)
+    return not any(length > 1 and step * x.element_size() % 16 for length, step in steps)

@@ -148,13 +148,15 @@ def _check(
         max_q = 1 if call.cu_seqlens_q is None else max_q
     else:
         num_kv_heads, head_dim_v, max_k = _new_keys(call, q)
-    if f == "prefix_attention":
-        max_k = max_q  # a sequence has as many new keys as queries
+    capacity_k = max_k
+    if f == "prefix_attention":  # a sequence has as many new keys as queries
+        max_k, capacity_k = max_q, total_q
     if f != "varlen_attention":
         cache = _cache(call, q)
         num_kv_heads, head_dim_v, page_size, cache_dtype = cache
         pages = rules.block_table(f, call.block_table, call.block_indptr, batch, q.device)
         max_k += pages * page_size
+        capacity_k += pages * page_size
     if num_heads < 1 or num_heads % num_kv_heads:
         got = Text(f"{num_heads} query heads and {num_kv_heads} KV heads")
         fix = "Pass q with a whole number of query heads for each KV head."
@@ -190,12 +192,23 @@ def _check(
         has_sinks=call.sinks is not None,
         has_query_scale=call.query_scale is not None,
         is_decode=f == "paged_attention" and call.cu_seqlens_q is None,
+        rows_aligned=all(
+            x is None or rules.keeps_alignment(x)
+            for x in (q, call.k, call.v, call.k_cache, call.v_cache, call.out)
+        ),
+        types=tuple(
+            x.dtype if isinstance(x, _Tensor) else None
+            for x in (
+                call.block_table, call.block_indptr, call.alibi_slopes, call.sinks,
+                call.k_scale, call.v_scale,
+            )
+        ),
         batch_invariant=call.batch_invariant,
         num_splits=call.num_splits,
         batch=batch,
         total_q=total_q,
         max_q=max(max_q, 1),
-        capacity_k=max(max_k, 1),
+        capacity_k=max(capacity_k, 1),
         max_k=max(max_k if bound_k is None else min(bound_k, max_k), 1),
     )
 

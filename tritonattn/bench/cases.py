@@ -6,7 +6,6 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -101,8 +100,7 @@ class Case:
 
     @property
     def unit(self) -> str:
-        """What the case is judged by: "TFLOP/s" where it computes, "TB/s" where it reads a cache.
-        """
+        """What the case is judged by: "TFLOP/s", or "TB/s" where it reads a cache."""
         return "TB/s" if self.function == "paged_attention" else "TFLOP/s"
 
     def rate(self, microseconds: float) -> float:
@@ -204,8 +202,8 @@ def select(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
         if not found:
             groups = ", ".join(dict.fromkeys(case.group for case in cases))
             raise ValueError(
-                f"no case is called {pattern!r}: give a name, a part of one, or a group ({groups}); "
-                "--list shows all"
+                f"no case is called {pattern!r}: give a name, a part of one, or a group "
+                f"({groups}); --list shows all"
             )
         chosen.update(found)
     return [case for case in cases if case.name in chosen]
@@ -226,11 +224,4 @@ def _named(cases: Sequence[Case], pattern: str) -> set[str]:
 
 
 def _plain_text(text: str) -> str:
-    return " ".join(text.replace("×", "x").casefold().split())
-
-
-def check_names(cases: Sequence[Case]) -> None:
-    """Names are unique and every ``plain`` exists."""
-    names = sorted(case.name for case in cases)
-    assert all(a != b for a, b in pairwise(names)), names
-    assert all(not case.plain or case.plain in names for case in cases)
+    return " ".join(text.replace("\N{MULTIPLICATION SIGN}", "x").casefold().split())

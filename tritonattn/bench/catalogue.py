@@ -105,10 +105,10 @@ def _all() -> list[Case]:
         cases.append(_prefill(title, (1 << power,), "sweep-prefill"))
     small: dict[str, Any] = {"heads": (4, 2), "head_dims": (64, 64), "group": "smoke"}
     cases += [
-        _prefill("prefill", (33, 20), **small),
-        Case("smoke", "prefix", "prefix_attention", (24, 5), (9, 3), (4, 2), (64, 64)),
-        _decode("decode", (50, 3), **small),
-        Case("smoke", "mixed", "paged_attention", (40, 17), (1, 9), (4, 2), (64, 64)),
+        _prefill("tiny prefill", (33, 20), **small),
+        Case("smoke", "tiny prefix", "prefix_attention", (24, 5), (9, 3), (4, 2), (64, 64)),
+        _decode("tiny decode", (50, 3), **small),
+        Case("smoke", "tiny mixed", "paged_attention", (40, 17), (1, 9), (4, 2), (64, 64)),
     ]
     return cases
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import decode, round_to
-from .tiles import dot, find_sequence, load_tile, page_slots, store_tile
+from .tiles import dot, find_sequence, load_scale, load_tile, page_slots, store_tile
 
 
 class Scoring(NamedTuple):
@@ -35,15 +35,6 @@ class Masking(NamedTuple):
     stride_tree_row: object
     stride_tree_col: object
     tree_width: object
-
-
-class Dequantise(NamedTuple):
-    """True value = stored value x scale; ``ptr`` None: the same scale everywhere."""
-
-    value: object
-    ptr: object
-    stride_seq: object
-    stride_head: object
 
 
 class Source(NamedTuple):
@@ -74,14 +65,6 @@ class Queries(NamedTuple):
     tree_rows: object  # [BLOCK_M] pointers
     tree: object  # Masking
     first_new: object  # the first key that the tree mask speaks of
-
-
-@triton.jit
-def load_scale(scale, sequence, kv_head):
-    value = scale.value
-    if scale.ptr is not None:
-        value = tl.load(scale.ptr + sequence * scale.stride_seq + kv_head * scale.stride_head)
-    return value
 
 
 @triton.jit

@@ -9,9 +9,8 @@ Without a scale and with one dtype on both sides nothing is computed, so values 
 import triton
 import triton.language as tl
 
-from .attention import load_scale
 from .casts import decode, encode, round_to, widen
-from .tiles import load_tile, store_tile
+from .tiles import load_scale, load_tile, store_tile
 
 
 @triton.jit

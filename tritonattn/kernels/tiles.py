@@ -25,6 +25,15 @@ class Pages(NamedTuple):
     stride_head: object
 
 
+class Dequantise(NamedTuple):
+    """True value = stored value x scale; ``ptr`` None: the same scale everywhere."""
+
+    value: object
+    ptr: object
+    stride_seq: object
+    stride_head: object
+
+
 class Table(NamedTuple):
     """Page ids: one row a sequence, or flat with ``indptr``."""
 
@@ -71,6 +80,14 @@ def find_sequence(cu_seqlens_q, num_seqs, tile, BLOCK_Q: tl.constexpr):
         else:
             high = middle - 1
     return low, tile - (tl.load(cu_seqlens_q + low) // BLOCK_Q + low)
+
+
+@triton.jit
+def load_scale(scale, sequence, kv_head):
+    value = scale.value
+    if scale.ptr is not None:
+        value = tl.load(scale.ptr + sequence * scale.stride_seq + kv_head * scale.stride_head)
+    return value
 
 
 @triton.jit

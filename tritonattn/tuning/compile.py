@@ -90,13 +90,15 @@ def report(binary) -> Report:
     columns = getattr(metadata, "tmem_size", None) or 0
     if "cubin" in asm:
         registers, stack, code = _disassemble(asm["cubin"])
-        label, branch, spill = r"\s*(\.L_x_\d+):", r"BRA `\((\.L_x_\d+)\)", r"\b(LDL|STL)\b"
+        label, branch = r"\s*(\.L_x_\d+):", r"BRA `\((\.L_x_\d+)\)"
+        spill = r"\b(LDL|STL)\b"
     else:
         code = asm["amdgcn"]
         counts = re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", code)
         number = {key: int(value) for key, value in counts}
         registers, stack = number["vgpr_count"], number["private_segment_fixed_size"]
-        label, branch, spill = r"(\.LBB\d+_\d+):", r"branch\S*\s+(\.LBB\d+_\d+)", r"\bscratch_|Folded"
+        label, branch = r"(\.LBB\d+_\d+):", r"branch\S*\s+(\.LBB\d+_\d+)"
+        spill = r"\bscratch_|Folded (Spill|Reload)"
     looped = _in_loops(code, label, branch, spill) if stack else 0
     return Report(metadata.shared, registers, stack, looped, columns)
 

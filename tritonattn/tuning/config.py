@@ -11,7 +11,10 @@ from ..problem import Problem
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Tile sizes and launch options.  It holds no meaning: every valid one gives the same result within rounding."""
+    """Tile sizes and launch options.
+
+    It holds no meaning: every valid one gives the same result within rounding.
+    """
 
     block_m: int  # rows of a query tile: tokens x packed heads
     block_n: int  # keys of a tile
@@ -24,7 +27,7 @@ class KernelConfig:
 
     @classmethod
     def from_json(cls, text: str) -> KernelConfig:
-        """Read one entry; raise ValueError for anything that is not exactly a configuration's integers."""
+        """Read one entry; raise ValueError for anything but a configuration's integers."""
         data = json.loads(text)
         names = [field.name for field in fields(cls)]
         if not isinstance(data, dict) or sorted(data) != sorted(names):
@@ -35,12 +38,13 @@ class KernelConfig:
 
 
 def whole_block(dim: int) -> int:
-    """The power of two, at least 16, that covers a head dimension."""
+    """The power of two, at least 16, that covers a head's dims."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def blocks(dim: int) -> tuple[int, int]:
-    """The two powers of two that cover a head dimension: 192 by (128, 64), 80 by (64, 16), 120 by (128, 0)."""
+    """The two powers of two that cover a head's dims: 192 by (128, 64), 80 by (64, 16), 120 by
+    (128, 0)."""
     whole = whole_block(dim)
     half = whole // 2
     if dim <= 16 or dim == whole:
@@ -51,23 +55,66 @@ def blocks(dim: int) -> tuple[int, int]:
 
 def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
     """Why ``config`` cannot run ``problem`` on ``device``; "" if it can."""
+    if reason := out_of_range(config):
+        return reason
+    if not 1 <= config.pack <= min(config.block_m, problem.group):
+        return f"pack must be from 1 to min(block_m, heads a KV head); got {config.pack}"
+    width = config.block_n + whole_block(problem.head_dim_v)
+    sums = config.block_m * width // (32 * config.num_warps)
+    # Blackwell's data-centre GPUs keep sums in a memory of their own, AMD's have 512 registers.
+    if device.backend == "cuda" and device.arch not in (100, 103, 110) and sums > 255:
+        return f"needs {sums} registers a thread for sums alone, of 255"
+    needed = shared_memory(config, problem, device)
+    if needed > device.shared_memory:
+        return f"needs {needed} bytes of shared memory; {device.title} has {device.shared_memory}"
+    return ""
+
+
+def out_of_range(config: KernelConfig) -> str:
+    """What is wrong with ``config`` whatever it is to run; "" if nothing is."""
     for name, low, high in (("block_m", 16, 256), ("block_n", 16, 256), ("num_warps", 1, 16)):
         value = getattr(config, name)
         if value & (value - 1) or not low <= value <= high:
             return f"{name} must be a power of two from {low} to {high}; got {value}"
     if not 1 <= config.num_stages <= 8:
         return f"num_stages must be from 1 to 8; got {config.num_stages}"
-    if not 1 <= config.pack <= min(config.block_m, problem.group):
-        return f"pack must be from 1 to min(block_m, heads a KV head); got {config.pack}"
-    needed = shared_memory(config, problem)
-    if needed > device.shared_memory:
-        return f"needs {needed} bytes of shared memory; {device.title} has {device.shared_memory}"
+    if config.pack < 1:
+        return f"pack must be at least 1; got {config.pack}"
     return ""
 
 
-def shared_memory(config: KernelConfig, problem: Problem) -> int:
-    """An estimate in bytes: the query tile, and the key and value tiles that are in flight."""
+def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int:
+    """What the compiled kernel takes at most, in bytes: an upper bound, close for 16-bit keys.
+
+    The query tile, the key and value tiles that are in flight, and the probabilities on their way
+    from one product to the other.
+    """
+    if device.is_interpreter:
+        return 0
     itemsize = problem.dtype.itemsize
+    m, n, stages = config.block_m, config.block_n, config.num_stages
     d, dv = sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v)
-    stages = max(1, config.num_stages - 1) if config.num_stages > 1 else 1
-    return itemsize * (config.block_m * d + stages * config.block_n * (d + dv))
+    queries, keys, probabilities = m * d * itemsize, n * (d + dv) * itemsize, m * n * itemsize
+    if device.backend == "hip":
+        # Queries pass through on their way to registers; one stage holds K and V in turn.
+        if stages == 1:
+            return max(queries, n * max(d, dv) * itemsize, probabilities)
+        return max(queries, (stages - 1) * keys + probabilities)
+
+    # Copies in flight: wgmma still reads a tile while the next ones arrive.  Behind a look-up of
+    # page ids, which is a stage of its own, half as many.
+    if has_warpgroup_mma(device) and itemsize == 2 and m >= 64 and config.num_warps >= 4:
+        packed, paged = stages, max(2, (stages + 1) // 2)
+        probabilities = 0
+    else:
+        packed, paged = max(1, stages - 1), max(1, (stages - 1) // 2)
+    flight = packed * keys if problem.has_new else paged * keys
+    if problem.has_new and problem.has_cache:
+        flight = max(packed, paged) * keys
+    tree = 4 * m * n if problem.mask.has_tree else 0
+    return queries + flight + probabilities + tree + 1024
+
+
+def has_warpgroup_mma(device: Device) -> bool:
+    """Whether matrix products read shared memory and leave registers to their sums."""
+    return device.backend == "cuda" and isinstance(device.arch, int) and 90 <= device.arch < 120

@@ -33,7 +33,7 @@ _TEXT = re.compile(
 
 
 class Key(NamedTuple):
-    """``str`` writes it as tables do and ``parse`` reads that; sizes are the buckets' upper ends."""
+    """``str`` writes it as tables do, sizes as the buckets' upper ends; ``parse`` reads that."""
 
     family: str
     dtype: str
@@ -114,7 +114,7 @@ def family_of(problem: Problem) -> str:
 
 
 def distance(wanted: Key, other: Key) -> int | None:
-    """How far ``other`` is from what is asked for, 0: not at all; None: it says nothing about it."""
+    """How far ``other`` is from what is wanted; None: it says nothing about it."""
     if (wanted[:5], wanted.features, wanted.invariant) != (
         other[:5], other.features, other.invariant
     ):  # fmt: skip

@@ -10,14 +10,14 @@ import itertools
 
 from ..device import Device
 from ..problem import Problem
-from .config import KernelConfig, blocks, invalid, value_blocks
+from .config import KernelConfig, blocks, invalid, whole_block
 from .heuristics import heuristic
 from .keys import family_of, log2
 
 
 def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     """The valid ones, the heuristic's own choice first."""
-    width = max(sum(blocks(problem.head_dim)), sum(value_blocks(problem)))
+    width = max(sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v))
     family = family_of(problem)
     rows = problem.group * (1 if family == "decode" else problem.max_q)
     if problem.batch_invariant and family != "decode":
@@ -29,7 +29,8 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     else:
         heights = [64, 128] if is_long else [m for m in (least // 2, least) if m >= 16]
     lengths = (32, 64, 128) if width <= 256 else (16, 32, 64)
-    warps, stages = ((4, 8), (2, 3, 4)) if is_long else ((2, 4, 8), (2, 3, 4, 5, 6))
+    warps: tuple[int, ...] = (4, 8) if is_long else (2, 4, 8)
+    stages: tuple[int, ...] = (2, 3, 4) if is_long else (2, 3, 4, 5, 6)
     if device.backend == "hip" or (isinstance(device.arch, int) and device.arch < 80):
         stages = (1, 2)  # no asynchronous copies to have more of in flight
     packs = {1, problem.group} if is_long and family != "decode" else {problem.group}

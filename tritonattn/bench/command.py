@@ -1,0 +1,194 @@
+"""The command ``tritonattn bench``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .. import settings
+from ..device import interpreting
+from . import catalogue, peers, plots, tables
+from .cases import Case, select, tiny
+from .compare import compare
+from .gpu import GpuClock, facts, free_memory, versions
+from .progress import Progress, show
+from .report import FAILED, OWN, WRONG, Report
+from .roofline import measure_ceilings
+from .session import run_case
+from .timing import QUICK, Effort
+
+DESCRIPTION = """\
+Times attention on this machine's GPU beside its peers and the card's own limits. Every result is
+checked before it is timed; times are medians of graph replays, all candidates interleaved. Exit
+code 1: a result of ours was wrong or failed, or --base found a slower row."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    add = parser.add_argument
+    add(
+        "--case", action="append", metavar="NAME",
+        help="a group, a name, a part of one or a glob; may be repeated; default: all but the "
+        "groups sweep-* and smoke",
+    )  # fmt: skip
+    add(
+        "--against", metavar="PEERS",
+        help=f"comma-separated, of {', '.join(peers.MODULES)}, or none; default: all that import",
+    )  # fmt: skip
+    add("--list", action="store_true", help="only show the cases with their work")
+    add("--check", action="store_true", help="only check the results, time nothing")
+    add("--quick", action="store_true", help="fewer and shorter rounds")
+    add("--rounds", type=int, metavar="N", help=f"rounds of timing (default {Effort().rounds})")
+    add("--json", type=Path, metavar="FILE", help="write all samples, after every case")
+    add("--base", type=Path, metavar="OLD.json", help="name what got slower than the noise since")
+    add("--plot", type=Path, metavar="FILE.png", help="draw bars against peers and ceiling")
+    add("--show", type=Path, metavar="FILE.json", help="measure nothing: show an earlier report")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 0, 1 (see DESCRIPTION), 2 for arguments that cannot be obeyed, 130 interrupted."""
+    try:
+        base = Report.load(args.base) if args.base else None
+        if args.plot:
+            plots.require_matplotlib()
+        if args.show:
+            return _conclude(Report.load(args.show), base, args)
+        cases = _cases(args.case)
+        names = peers.chosen(args.against.split(",") if args.against is not None else None)
+        if args.rounds is not None and args.rounds < 1:
+            raise ValueError(f"--rounds must be at least 1; got {args.rounds}")
+        if not args.list and not args.check:
+            _refuse_what_needs_figures(args)
+    except (ValueError, ImportError) as error:
+        print(f"tritonattn bench: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        show(tables.listing(cases))
+        return 0
+    if interpreting():
+        return _interpret(cases)
+    return _measure(cases, names, base, args)
+
+
+def _cases(patterns: Sequence[str] | None) -> list[Case]:
+    if patterns:
+        return select(catalogue.ALL, patterns)
+    return [case for case in catalogue.ALL if case.group in catalogue.DEFAULT_GROUPS]
+
+
+def _refuse_what_needs_figures(args: argparse.Namespace) -> None:
+    if interpreting():
+        for name in ("json", "base", "plot"):
+            if getattr(args, name):
+                raise ValueError(f"--{name} needs figures, and without a GPU there are none")
+    elif settings.CHECK:
+        raise ValueError("TRITONATTN_CHECK=1 makes every call wait: unset it, or give --check")
+
+
+def _interpret(cases: Sequence[Case]) -> int:
+    print(
+        "No GPU is used here, so nothing is timed: tiny versions of the cases run through Triton's "
+        "interpreter, and their results are checked. --list shows the cases as they are.",
+        flush=True,
+    )
+    bad = 0
+    with Progress(len(cases)) as progress:
+        for case in cases:
+            progress.begin(case.name)
+            start = time.perf_counter()
+            row = run_case(tiny(case), torch.device("cpu"), {}, 0, None, QUICK)
+            progress.end(row, time.perf_counter() - start)
+            bad += row.results[OWN].status in (WRONG, FAILED)
+    print(f"{len(cases) - bad} of {len(cases)} right")
+    return 1 if bad else 0
+
+
+def _measure(
+    cases: Sequence[Case], names: Sequence[str], base: Report | None, args: argparse.Namespace
+) -> int:
+    device = torch.device("cuda", torch.cuda.current_device())
+    clock, card = GpuClock(device), facts(device)
+    effort = QUICK if args.quick else Effort()
+    if args.rounds is not None:
+        effort = replace(effort, rounds=args.rounds)
+    modules, notes = peers.load(names)
+    report = Report(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        device=asdict(card),
+        versions=versions(),
+        settings={"cases": args.case, "effort": asdict(effort), "checked_only": args.check},
+        peers=notes,
+    )
+    print(f"{card.name}: {len(cases)} cases against {', '.join(modules) or 'nobody'}", flush=True)
+    _compile_ahead(cases, modules, device, notes)
+    stopped = False
+    try:
+        with Progress(len(cases)) as progress:
+            if not args.check:
+                progress.begin("ceilings")
+                report.ceilings = measure_ceilings(clock, device)
+                free_memory()
+            for case in cases:
+                progress.begin(case.name)
+                start = time.perf_counter()
+                timer = None if args.check else clock
+                row = run_case(case, device, modules, card.l2, timer, effort)
+                report.rows.append(row)
+                progress.end(row, time.perf_counter() - start)
+                if args.json:
+                    report.save(args.json)
+        if not args.check:
+            report.ceilings_after = measure_ceilings(clock, device)
+    except KeyboardInterrupt:
+        stopped = True
+        print("interrupted: what there is so far")
+    if args.json:
+        report.save(args.json)
+    code = _conclude(report, base, args)
+    return 130 if stopped else code
+
+
+def _compile_ahead(
+    cases: Sequence[Case],
+    modules: dict[str, ModuleType],
+    device: torch.device,
+    notes: dict[str, str],
+) -> None:
+    for name, module in modules.items():
+        if hasattr(module, "compile_ahead"):
+            print(f"{name}: compiling what is not yet compiled, may take minutes", flush=True)
+            start = time.perf_counter()
+            try:
+                done = module.compile_ahead(cases, device)
+                print(f"{name}: {done}, {time.perf_counter() - start:.0f} s", flush=True)
+            except Exception as error:
+                notes[name] += f" (not compiled ahead: {peers.one_line(error)})"
+
+
+def _conclude(report: Report, base: Report | None, args: argparse.Namespace) -> int:
+    """Show the report and what follows from it; the exit code."""
+    versions_of: dict[str, Any] = report.versions
+    about = ", ".join(f"{name} {version}" for name, version in versions_of.items())
+    print(f"\n{report.device.get('name')}, {report.date}; {about}")
+    for table in tables.tables(report):
+        print()
+        show(table)
+    print("\n".join(["", *tables.summary(report), "", *tables.notes(report)]), flush=True)
+    bad = any(row.results[OWN].status in (WRONG, FAILED) for row in report.rows)
+    if base is not None:
+        found = compare(base, report)
+        print("\n".join(["", *tables.comparison(found, str(args.base))]))
+        bad = bad or bool(found.slower or found.lost)
+    if args.plot:
+        plots.plot(report, args.plot)
+        print(f"drawn: {args.plot}")
+    return 1 if bad else 0

@@ -1,0 +1,91 @@
+"""A task's tensors: as large as in serving, and small ones whose results can be checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..device import Device
+from ..inputs import TENSORS, Case, cumulative
+from ..plan import plan
+from .tasks import Task
+
+CallTensors = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments and options
+
+
+def small_case(task: Task, device: Device) -> Case:
+    """The task's binary at small odd lengths: several tiles, sequences of one token, splits."""
+    layer = task.layer
+    cached = {"prefill": (37, 1, 300), "prefix": (70, 0, 300)}.get(task.family, (37, 1, 333))
+    queries = {"prefill": (37, 1, 300), "prefix": (33, 1, 140), "paged": (1, 1, 150)}
+    options = dict(task.scalars)
+    if "window_size" in options:
+        options["window_size"] = (min(layer.window - 1, 50), 0)
+    if "chunk_size" in options:
+        options["chunk_size"] = min(layer.chunk, 64)
+    if plan(task.problem, device).num_splits > 1:
+        options["num_splits"] = 3
+    return Case(
+        task.function, cached, queries.get(task.family),
+        heads=(layer.num_heads, layer.num_kv_heads), head_dims=(layer.head_dim, layer.value_dim),
+        dtype=task.dtype, cache_dtype=task.cache_dtype if task.family != "prefill" else None,
+        page_size=task.page_size, alibi=int(layer.alibi), sinks=layer.sinks,
+        query_scale=layer.query_scale, options=options,
+    )  # fmt: skip
+
+
+def build(task: Task, where: torch.device) -> CallTensors:
+    """A task's call with random tensors on ``where``; its pages lie in random order."""
+    layer, function = task.layer, task.function
+    how: dict[str, Any] = {"device": where}
+    total_q, batch = sum(task.q_lens), len(task.q_lens)
+
+    def rows(*shape: int, dtype: torch.dtype = task.dtype) -> torch.Tensor:
+        if dtype.itemsize > 1:
+            return torch.randn(shape, dtype=dtype, **how)
+        # By parts, as the values are drawn in a wider type.
+        x = torch.empty(shape, dtype=dtype, **how)
+        for part in x.split(256):
+            part.copy_(torch.randn(part.shape, dtype=torch.float16, **how))
+        return x
+
+    q = rows(total_q, layer.num_heads, layer.head_dim)
+    starts = cumulative(task.q_lens).to(where)
+    lens = torch.tensor(task.cached_lens, dtype=torch.int32, **how)
+    options: dict[str, Any] = {**task.scalars, **task.max_seqlens}
+    options["out"] = torch.empty(total_q, layer.num_heads, layer.value_dim, dtype=q.dtype, **how)
+    total_k = sum(task.k_lens) if task.family == "prefill" else total_q
+    new: tuple[torch.Tensor, ...] = ()
+    if task.family in ("prefill", "prefix"):
+        new = (
+            rows(total_k, layer.num_kv_heads, layer.head_dim),
+            rows(total_k, layer.num_kv_heads, layer.value_dim),
+        )
+    cache: tuple[torch.Tensor, ...] = ()
+    if task.family != "prefill":
+        pages = batch * task.table_width
+        pool = (pages, task.page_size, layer.num_kv_heads)
+        stored = task.cache_dtype or task.dtype
+        ids = torch.randperm(pages, **how).int().view(batch, task.table_width)
+        pools = (rows(*pool, dim, dtype=stored) for dim in (layer.head_dim, layer.value_dim))
+        cache = (*pools, ids)
+    if layer.alibi:
+        options["alibi_slopes"] = torch.rand(layer.num_heads, **how)
+    if layer.sinks:
+        options["sinks"] = torch.randn(layer.num_heads, **how)
+    if layer.query_scale:
+        options["query_scale"] = torch.rand(total_q, **how) + 0.5
+    if function == "varlen_attention":
+        return (q, *new, starts, cumulative(task.k_lens).to(where)), options
+    if function == "prefix_attention":
+        return (q, *new, *cache, starts, lens), options
+    if task.family == "paged":
+        options["cu_seqlens_q"] = starts
+    return (q, *cache, lens), options
+
+
+def named(function: str, call: CallTensors) -> dict[str, Any]:
+    """All arguments by name."""
+    args, options = call
+    return dict(zip(TENSORS[function], args, strict=True)) | options

@@ -1,0 +1,210 @@
+"""What the tuner measures: a model's layer in a situation of serving, as a call without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..problem import MaskSpec, Problem
+from .keys import DTYPES, Key, family_of, key_of, log2
+from .models import Layer
+
+
+class Shape(NamedTuple):
+    """``batch`` sequences of ``q`` queries on ``k`` keys, the queries' own included.
+
+    With ``chunk`` there is one more, of so many queries.
+    """
+
+    batch: int
+    q: int
+    k: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        more = f" + {self.chunk}" if self.chunk else ""
+        return f"{self.batch} x {self.q}{more} on {self.k}"
+
+
+# From what keeps few programs busy to what fills any GPU.
+SHAPES: dict[str, tuple[Shape, ...]] = {
+    "decode": (
+        Shape(32, 1, 4096), Shape(1, 1, 8192), Shape(128, 1, 4096), Shape(8, 1, 32_768),
+        Shape(1, 1, 131_072), Shape(64, 1, 1024), Shape(32, 1, 16_384), Shape(8, 1, 2048),
+    ),
+    "prefill": (
+        Shape(4, 4096, 4096), Shape(16, 1024, 1024), Shape(32, 512, 512), Shape(1, 16_384, 16_384),
+        Shape(1, 1024, 1024), Shape(64, 128, 128),
+    ),
+    "prefix": (
+        Shape(8, 512, 8192), Shape(1, 2048, 32_768), Shape(16, 128, 4096), Shape(1, 512, 2048),
+    ),
+    "paged": (
+        Shape(16, 4, 8192), Shape(1, 2048, 16_384), Shape(63, 1, 4096, 1024), Shape(128, 8, 4096),
+        Shape(4, 512, 8192), Shape(1, 8, 8192),
+    ),
+}  # fmt: skip
+FUNCTION_OF = {
+    "prefill": "varlen_attention", "prefix": "prefix_attention",
+    "decode": "paged_attention", "paged": "paged_attention",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    layer: Layer
+    family: str
+    shape: Shape
+    dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype | None = None  # None: dtype
+    page_size: int = 16
+    causal: bool = True
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.layer.title}, {self.shape}"
+
+    @property
+    def function(self) -> str:
+        return FUNCTION_OF[self.family]
+
+    @property
+    def q_lens(self) -> tuple[int, ...]:
+        chunk = (self.shape.chunk,) if self.shape.chunk else ()
+        return (self.shape.q,) * self.shape.batch + chunk
+
+    @property
+    def k_lens(self) -> tuple[int, ...]:
+        """Keys of each sequence, the new ones included."""
+        return tuple(max(self.shape.k, q) for q in self.q_lens)
+
+    @property
+    def cached_lens(self) -> tuple[int, ...]:
+        if self.family == "prefix":
+            return tuple(k - q for k, q in zip(self.k_lens, self.q_lens, strict=True))
+        return self.k_lens
+
+    @property
+    def table_width(self) -> int:
+        """Columns of the block table."""
+        return -(-max(self.cached_lens) // self.page_size)
+
+    @property
+    def max_seqlens(self) -> dict[str, int]:
+        return {"max_seqlen_q": max(self.q_lens), "max_seqlen_k": max(self.k_lens)}
+
+    @property
+    def problem(self) -> Problem:
+        """What ``validate`` makes of the call."""
+        layer, is_decode = self.layer, self.family == "decode"
+        total_q = sum(self.q_lens)
+        max_q = 1 if is_decode else min(1 << log2(max(self.q_lens)), total_q)
+        cached = self.table_width * self.page_size
+        capacity = {"prefill": sum(self.k_lens), "prefix": max_q + cached}.get(self.family, cached)
+        has_cache = self.family != "prefill"
+        return Problem(
+            function=self.function,
+            dtype=self.dtype,
+            out_dtype=self.dtype,
+            head_dim=layer.head_dim,
+            head_dim_v=layer.value_dim,
+            num_kv_heads=layer.num_kv_heads,
+            group=layer.num_heads // layer.num_kv_heads,
+            mask=MaskSpec(
+                causal=self.causal,
+                has_left=bool(layer.window),
+                has_right=self.causal or bool(layer.window),
+                has_chunk=bool(layer.chunk),
+            ),
+            cache_dtype=(self.cache_dtype or self.dtype) if has_cache else None,
+            page_size=self.page_size if has_cache else 0,
+            has_softcap=layer.softcap > 0,
+            has_alibi=layer.alibi,
+            has_sinks=layer.sinks,
+            has_query_scale=layer.query_scale,
+            is_decode=is_decode,
+            batch_invariant=self.batch_invariant,
+            batch=len(self.q_lens),
+            total_q=total_q,
+            max_q=max_q,
+            capacity_k=capacity,
+            max_k=min(1 << log2(max(self.k_lens)), capacity),
+        )
+
+    @property
+    def key(self) -> Key:
+        return key_of(self.problem)
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The call's options that are no tensors."""
+        layer = self.layer
+        given = {
+            "causal": None if self.causal else False,
+            "window_size": (layer.window - 1, 0) if layer.window else None,
+            "chunk_size": layer.chunk or None,
+            "softcap": layer.softcap or None,
+            "batch_invariant": self.batch_invariant or None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def tasks(
+    layers: Iterable[Layer],
+    families: Sequence[str] = tuple(SHAPES),
+    shapes: Sequence[Shape] = (),
+    **how: Any,
+) -> list[Task]:
+    """One task for each bucket, the first of every layer and family first.
+
+    ``shapes`` take the place of the usual ones, each in the families that it can be; ``how`` goes
+    to every Task.
+    """
+    rounds: dict[int, list[Task]] = {}
+    for layer in layers:
+        for family in families:
+            if FUNCTION_OF[family] not in layer.functions:
+                continue
+            mine = [s for s in shapes if _suits(s, family)] if shapes else SHAPES[family]
+            for i, shape in enumerate(mine):
+                rounds.setdefault(i, []).append(Task(layer, family, shape, **how))
+    ordered = [task for i in sorted(rounds) for task in rounds[i]]
+    return list({task.key: task for task in reversed(ordered)}.values())[::-1]
+
+
+def _suits(shape: Shape, family: str) -> bool:
+    if family == "decode":
+        return shape.q == 1 and not shape.chunk
+    if family == "paged":
+        return shape.q > 1 or shape.chunk > 1
+    return shape.q <= shape.k and not shape.chunk
+
+
+def describe(problem: Problem) -> str:
+    """A Problem on one line."""
+    mask, group = problem.mask, problem.group
+    flags = [
+        "causal" if mask.causal else "not causal",
+        *("window" for _ in range(mask.has_left or (mask.has_right and not mask.causal))),
+        *("chunks" for _ in range(mask.has_chunk)),
+        *("tree" for _ in range(mask.has_tree)),
+        *(
+            name
+            for name in ("softcap", "alibi", "sinks", "query_scale")
+            if getattr(problem, f"has_{name}")
+        ),
+        *("batch-invariant" for _ in range(problem.batch_invariant)),
+    ]
+    dims = f"{problem.head_dim}"
+    if problem.head_dim_v != problem.head_dim:
+        dims += f"/{problem.head_dim_v}"
+    cache = f"page {problem.page_size}, {problem.cache_format or 'same'} cache, "
+    return (
+        f"{family_of(problem)}: {DTYPES[problem.dtype]}, {problem.num_kv_heads * group}/"
+        f"{problem.num_kv_heads} heads of {dims}, {cache if problem.has_cache else ''}"
+        f"{', '.join(flags)}; {problem.batch} sequences, {problem.total_q} queries in all, at most "
+        f"{problem.max_q} queries and {problem.max_k} keys each"
+    )

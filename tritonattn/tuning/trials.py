@@ -1,0 +1,222 @@
+"""The real Backend: compiles in processes, checks against the oracle, times on the GPU.
+
+A time is one replay of a CUDA graph of many calls, which go round copies of the inputs that exceed
+the GPU's L2 cache together, so that every call finds its keys in memory as a serving loop does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .. import api, reference
+from .. import device as devices
+from ..call import Call
+from ..device import Device
+from ..inputs import Case
+from ..plan import Plan, plan
+from ..testing import assert_close, error_factor
+from ..validate import validate
+from .build import build, named, small_case
+from .compile import Report
+from .config import KernelConfig
+from .keys import key_of
+from .search import GpuLostError, Session, one_line
+from .store import force
+from .tasks import Task
+from .workers import Job, compile_all
+
+GRAPH_US = 400.0  # the least that a sample lasts: events tick in half microseconds
+MOST_COPIES = 64
+MOST_CALLS = 512  # in one graph
+
+Timer = Callable[[Callable[[int], None], int], Callable[[], float]]
+
+
+class GpuBackend:
+    """Runs on ``where``; ``processes`` compile, all cores by default."""
+
+    def __init__(self, where: torch.device, processes: int | None = None) -> None:
+        self.where = where
+        self.device = devices.describe(where)
+        self.processes = processes
+        self._reports: dict[Job, Report | str] = {}
+
+    def compile(
+        self, task: Task, configs: Sequence[KernelConfig]
+    ) -> Generator[tuple[KernelConfig, Report | str], None, None]:
+        jobs = {config: job_of(task, config, self.device) for config in configs}
+        for config, job in jobs.items():
+            if job in self._reports:
+                yield config, self._reports[job]
+        new = {job: config for config, job in jobs.items() if job not in self._reports}
+        for job, report in compile_all(list(new), self.processes):
+            self._reports[job] = report
+            yield new[job], report
+
+    @contextlib.contextmanager
+    def session(self, task: Task) -> Iterator[Session]:
+        trials = Trials(task, self.where, graph_timer(self.where))
+        try:
+            yield trials
+        finally:
+            trials.close()
+            torch.cuda.empty_cache()
+
+
+def job_of(task: Task, config: KernelConfig, device: Device) -> Job:
+    """What the binary depends on and no more, so that tasks share it."""
+    problem = task.problem
+    splits = 2 if plan(problem, device).num_splits > 1 else 1
+    one_size = dataclasses.replace(problem, batch=1, total_q=1, max_q=1, capacity_k=1, max_k=1)
+    return Job(one_size, config, Plan(splits), device)
+
+
+class Trials:
+    """A task's tensors; ``copies`` of its inputs, None: as many as exceed the L2 cache."""
+
+    def __init__(
+        self, task: Task, where: torch.device, timer: Timer, copies: int | None = None
+    ) -> None:
+        self.task = task
+        self.where = where
+        self.timer = timer
+        self.function: Callable[..., Any] = getattr(api, task.function)
+        self._samplers: dict[KernelConfig, Callable[[], float]] = {}
+        device = devices.describe(where)
+        self._small = _Small(small_case(task, device), where)
+        first = build(task, where)
+        problem = validate(Call(task.function, **named(task.function, first)))
+        if key_of(problem) != task.key:
+            raise RuntimeError(f"{task} makes a call of bucket {key_of(problem)}, not {task.key}")
+        if copies is None:
+            size, cache = sum(x.nbytes for x in first[0]), devices.l2_bytes(where)
+            copies = 1 if size > 4 * cache else min(MOST_COPIES, math.ceil(2 * cache / size) + 1)
+        self.calls = [first, *(build(task, where) for _ in range(copies - 1))]
+
+    def check(self, config: KernelConfig) -> str:
+        """Small inputs against the oracle, and every row of the large ones' output written."""
+        with self._guard(config), force(config):
+            if wrong := self._small.wrong(self.function):
+                return wrong
+            args, options = self.calls[0]
+            options["out"].fill_(math.nan)
+            self.function(*args, **options)
+            if not bool(options["out"].isfinite().all()):
+                return "rows of out are not finite at full size"
+        return ""
+
+    def time(self, config: KernelConfig) -> float:
+        with self._guard(config):
+            if config not in self._samplers:
+                self._samplers[config] = self.timer(self._runner(config), len(self.calls))
+            return self._samplers[config]()
+
+    def _runner(self, config: KernelConfig) -> Callable[[int], None]:
+        def run(i: int) -> None:
+            args, options = self.calls[i % len(self.calls)]
+            with force(config):
+                self.function(*args, **options)
+
+        return run
+
+    @contextlib.contextmanager
+    def _guard(self, config: KernelConfig) -> Iterator[None]:
+        """After a failure, whether the GPU can still be used."""
+        try:
+            yield
+        except Exception as error:
+            if self.where.type == "cuda":
+                try:
+                    torch.cuda.synchronize(self.where)
+                except RuntimeError as lost:
+                    raise GpuLostError(
+                        f"{self.task}: {config} broke the GPU's context ({one_line(error)}); run "
+                        "the command again, what was tuned before is saved"
+                    ) from lost
+            raise
+
+    def close(self) -> None:
+        self._samplers.clear()
+        self.calls.clear()
+
+
+class _Small:
+    """A call with odd lengths, its oracle computed once."""
+
+    def __init__(self, case: Case, where: torch.device) -> None:
+        self.args, self.options = case.build(where)
+        oracle = getattr(reference, case.function)
+        self.oracle = oracle(*self.args, **self.options)
+        self.fair = oracle(*self.args, **self.options, compute_dtype=case.dtype)
+        self.factor = error_factor(self.args, self.options)
+        self.out = torch.empty(self.oracle.shape, dtype=case.dtype, device=where)
+
+    def wrong(self, function: Callable[..., Any]) -> str:
+        # Poisoned each time, or what one configuration leaves out another would have left there.
+        self.out.fill_(math.nan)
+        function(*self.args, **self.options, out=self.out)
+        try:
+            assert_close(self.out, self.oracle, self.fair, dtype=self.out.dtype, factor=self.factor)
+        except AssertionError as error:
+            return str(error).splitlines()[0]
+        return ""
+
+
+# Timers: what makes samplers of runs
+
+
+def graph_timer(where: torch.device) -> Timer:
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(where)
+
+    def prepare(run: Callable[[int], None], copies: int) -> Callable[[], float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def capture(calls: int) -> Callable[[], float]:
+            graph = torch.cuda.CUDAGraph()
+            # One pool serves all graphs: they run one after another and keep nothing.
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                for i in range(calls):
+                    run(i)
+
+            def sample() -> float:
+                with torch.cuda.stream(stream):
+                    start.record()
+                    graph.replay()
+                    end.record()
+                    end.synchronize()
+                return start.elapsed_time(end) * 1e3 / calls
+
+            sample()
+            return sample
+
+        torch.cuda.synchronize(where)
+        with torch.cuda.stream(stream):
+            run(0)  # compiles and loads
+        torch.cuda.synchronize(where)
+        sample = capture(copies)
+        lasts = min(sample() for _ in range(2)) * copies
+        rounds = math.ceil(GRAPH_US / lasts)
+        calls = min(MOST_CALLS // copies, rounds) * copies
+        return sample if calls <= copies else capture(calls)
+
+    return prepare
+
+
+def wall_timer(run: Callable[[int], None], copies: int) -> Callable[[], float]:
+    """For the interpreter."""
+
+    def sample() -> float:
+        start = time.perf_counter()
+        for i in range(copies):
+            run(i)
+        return (time.perf_counter() - start) * 1e6 / copies
+
+    return sample
