@@ -102,8 +102,10 @@ def check(path: Path, args: Args, options: Options, **how: Any) -> Any:
     return testing.check(path, *args, **{"return_lse": True} | options, **how)
 
 
-def check_case(path: Path, k_lens: Sequence[int], q_lens: Sequence[int], device: Any, /, **fields: Any) -> Any:
-    """``check`` of a Case whose ``k_lens`` count all keys: what is new lies behind what is cached."""
+def check_case(
+    path: Path, k_lens: Sequence[int], q_lens: Sequence[int], device: Any, /, **fields: Any
+) -> Any:
+    """``check`` of a Case whose ``k_lens`` count all keys, new ones behind cached ones."""
     return check(path, *case(path, k_lens, q_lens, **fields).build(device))
 
 
@@ -185,7 +187,8 @@ def arrange(
     gen = testing.generator(0)
     table, num_pages = testing.block_table(tuple(cached), page_size, generator=gen, device=device)
     caches = [
-        torch.zeros(num_pages, page_size, *x.shape[1:], dtype=x.dtype, device=device) for x in (k, v)
+        torch.zeros(num_pages, page_size, *x.shape[1:], dtype=x.dtype, device=device)
+        for x in (k, v)
     ]
     new: list[list[Tensor]] = [[], []]
     start = 0
@@ -196,7 +199,10 @@ def arrange(
             fresh.append(x[start + old : start + n].to(device))
         start += n
     if cache_dtype is not None:
-        caches = [reference.quantise(cache.flatten(0, 1), cache_dtype).view(cache.shape) for cache in caches]
+        caches = [
+            reference.quantise(cache.flatten(0, 1), cache_dtype).view(cache.shape)
+            for cache in caches
+        ]
     lens = torch.tensor(cached, dtype=torch.int32, device=device)
     if path.function == PREFIX:
         args: Args = (q, *map(torch.cat, new), *caches, table, cu_q, lens)
@@ -232,7 +238,7 @@ def assert_result(
     out: Any,
     lse: Any = None,
 ) -> None:
-    """``out`` and ``lse``, as numbers that broadcast, are what the call gives, within the budget."""
+    """The call gives ``out`` and ``lse``, numbers that broadcast, within the budget."""
     oracle_of = getattr(reference, path.function)
     dtype = args[0].dtype
     to_oracle = {key: x for key, x in options.items() if key != "out"} | {"return_lse": True}
@@ -256,7 +262,9 @@ def assert_result(
 # Processes of their own
 
 
-def run_script(source: str, *argv: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+def run_script(
+    source: str, *argv: str, **environment: str | None
+) -> subprocess.CompletedProcess[str]:
     """Run Python source, which ends by printing OK, in a process of its own.
 
     A variable of the environment that is None is taken out.
@@ -279,8 +287,6 @@ def run_script(source: str, *argv: str, **environment: str | None) -> subprocess
     assert done.returncode == 0, said
     assert done.stdout.rstrip().endswith("OK"), said
     return done
-
-
 
 
 def assert_oracle(function: str, args: Args, options: Options, out: Tensor, lse: Tensor) -> None:

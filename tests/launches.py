@@ -41,22 +41,26 @@ def recorded(device: Device) -> Iterator[list[Launch]]:
     """Inside, calls with CPU tensors go their way as on ``device`` and are listed, not run."""
     launches: list[Launch] = []
     estimates: list[int] = []
-    prepare = launch.prepare
+    make_spec = launch.make_spec
 
-    def estimate(call, problem, plan, config, *rest):
+    def estimate(problem, config, *rest):
         estimates.append(shared_memory(config, problem, device))
-        return prepare(call, problem, plan, config, *rest)
+        return make_spec(problem, config, *rest)
 
     def record(kernel, grid, args, constants, options, *_) -> None:
         known = estimates.pop() if estimates else None
         launches.append(Launch(kernel, grid, args, dict(constants), options, known))
 
-    with (
-        mock.patch.object(launch, "prepare", estimate),
-        mock.patch.object(binaries, "launch", record),
-        mock.patch.object(devices, "describe", return_value=device),
-    ):
-        yield launches
+    launch.forget()
+    try:
+        with (
+            mock.patch.object(launch, "make_spec", estimate),
+            mock.patch.object(binaries, "launch", record),
+            mock.patch.object(devices, "describe", return_value=device),
+        ):
+            yield launches
+    finally:
+        launch.forget()
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,8 @@ def call(case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192) ->
         options |= {"tree_mask": torch.zeros(total_q, case.q_len, dtype=torch.bool)}
     if "lse" in has:
         options |= {"return_lse": True}
+    if case.q_len > 1:
+        options |= {"max_seqlen_q": case.q_len}
     if "unsplit" in has:
         options |= {"num_splits": 1}
     q, starts = rows(total_q, heads, dim), ints(batch + 1)

@@ -19,7 +19,6 @@ from faults import (
     case,
     check_case,
     every_path,
-    nan_scratch,
     rows,
 )
 
@@ -79,7 +78,9 @@ def test_attention_with_a_cache_without_pages_sees_nothing_in_it(function, devic
 def test_attention_writes_the_rows_of_empty_sequences(path, device):
     """FlashInfer PR 4975, vllm 37442, 57094: rows never written, or 0/0."""
     lengths = (0, 5) if path.function != PREFIX else (1, 6)
-    out, lse = check_case(path, lengths, (1, 1), device, heads=(4, 2), head_dims=(16, 16), poison="nan")
+    out, lse = check_case(
+        path, lengths, (1, 1), device, heads=(4, 2), head_dims=(16, 16), poison="nan"
+    )
     if path.function != PREFIX:
         assert not out[0].any()
         assert (lse[:, 0] == -INF).all()
@@ -193,34 +194,6 @@ def test_attention_splits_of_mixed_lengths_equal_the_oracle(function, num_splits
 
 
 # Merging
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("empties", [1, 2, 3, 5])
-def test_merge_states_of_empty_states_is_empty(dtype, empties, device):
-    """vllm PR 39148: -inf minus -inf, or what an empty state's output held."""
-    outs = [torch.full((2, 3, 8), math.nan, dtype=dtype, device=device) for _ in range(empties)]
-    lses = [torch.full((3, 2), -INF, device=device) for _ in range(empties)]
-    with nan_scratch():
-        out, lse = tritonattn.merge_states(outs, lses)
-    assert not out.any()
-    assert (lse == -INF).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("place", range(4))
-def test_merge_states_keeps_the_one_state_that_is_not_empty(dtype, place, device):
-    """FlashInfer 4051: an empty neighbour changes a state, by NaN or by a rounding."""
-    gen = torch.Generator().manual_seed(place)
-    state = torch.randn(2, 3, 8, generator=gen).to(device, dtype)
-    its_lse = (300 * torch.randn(3, 2, generator=gen)).to(device)
-    outs = torch.full((4, 2, 3, 8), math.nan, dtype=dtype, device=device)
-    lses = torch.full((4, 3, 2), -INF, device=device)
-    outs[place], lses[place] = state, its_lse
-    with nan_scratch():
-        out, lse = tritonattn.merge_states(outs, lses)
-    assert same_bytes(out, state)
-    assert same_bytes(lse, its_lse)
 
 
 @every_path

@@ -103,7 +103,10 @@ MASKS = {
         {"chunk_size": 4, "window_size": (1, 0)},
     ),
     # flash-attention 1778: more queries than keys
-    "causal_leaves_rows_before_the_first_key_empty": ([(5, 3, [[], [], [0], [0, 1], range(3)])], {}),
+    "causal_leaves_rows_before_the_first_key_empty": (
+        [(5, 3, [[], [], [0], [0, 1], range(3)])],
+        {},
+    ),
     # flash-attention PR 436: the diagonal crosses two tiles
     "causal_diagonal_may_cross_tiles": ([(10, 26, [range(17 + i) for i in range(10)])], {}),
     # pytorch 108108: aligned to the top left
@@ -138,7 +141,11 @@ def test_attention_sees_exactly_these_keys(path, name, device):
 @every_path
 def test_attention_reads_values_only_where_some_row_looks(path, device):
     """vllm: without causal, values were hidden from the tile's first row on, not row by row."""
-    how = {"head_dims": (16, 16), "poison": "nan", "options": {"window_size": (7, 7), "causal": False}}
+    how = {
+        "head_dims": (16, 16),
+        "poison": "nan",
+        "options": {"window_size": (7, 7), "causal": False},
+    }
     check_case(path, (60,), (20,), device, heads=(4, 2), **how)
 
 

@@ -146,14 +146,16 @@ def test_attention_reads_nothing_past_its_tensors(function, device):
         for path in _paths(sys.argv[1]):
             for tree_mask in (False, True)[: 2 - path.small_tiles]:
                 args, options = case(
-                    path, (20, 5), (1, 1), heads=(2, 1), head_dims=(24, 40), page_size=5, alibi=2,
-                    sinks=True, query_scale=True, tree_mask=tree_mask, kv_scale="[B, Hkv]", out="contiguous",
+                    path, (20, 5), (1, 1), heads=(2, 1), head_dims=(24, 40), page_size=5,
+                    alibi=2, sinks=True, query_scale=True, tree_mask=tree_mask,
+                    kv_scale="[B, Hkv]", out="contiguous",
                 ).build()
                 args = [guarded(x.contiguous()) for x in args]
                 table = [i for i, x in enumerate(args) if x.dim() == 2]
                 for i in table:  # without the spare columns
                     args[i] = guarded(args[i][:, :-2].contiguous())
-                options = {k: guarded(x) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
+                for name, x in options.items():
+                    options[name] = guarded(x) if isinstance(x, torch.Tensor) else x
                 assert path(*args, **options).isfinite().all()
         print("OK")
         """,
@@ -207,7 +209,7 @@ def contiguous(args):
 @pytest.mark.parametrize("layout", POOL_LAYOUTS)
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["16_bits", "float8"])
 def test_attention_over_a_view_of_a_pool_equals_a_copy(function, layout, cache_dtype, device):
-    """aiter PR 3498, 4531: strides rebuilt from shapes.  [N, 2, page, H, D] unbound on 1, and more."""
+    """aiter PR 3498, 4531: strides rebuilt from shapes; [N, 2, page, H, D] unbound on 1."""
     how = {"heads": (4, 2), "head_dims": (16, 16), "page_size": 4, "cache_dtype": cache_dtype}
     args, options = Case(function, (9, 5), (1, 1), pool_layout=layout, **how).build(device)
     path = Path(function)
@@ -237,7 +239,9 @@ def test_attention_takes_no_step_along_an_axis_of_size_one(path, device):
     def odd(x):
         if not x.is_floating_point():
             return x
-        return x.as_strided(x.shape, [1 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)])
+        return x.as_strided(
+            x.shape, [1 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
+        )
 
     views = tuple(odd(x) for x in args)
     assert any(x.stride() != y.stride() for x, y in zip(views, args, strict=True))

@@ -1,4 +1,4 @@
-"""Head sizes, head ratios, page sizes and float8 caches: faults that other attention kernels had."""
+"""Head sizes, head ratios, pages and float8 caches: faults that other attention kernels had."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_attention_tiles_may_cross_pages(path, page_size, device):
 @every_cached_path
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_attention_scales_the_cached_part_alone(path, cache_dtype, device):
-    """vllm 3156, PR 7208: a float8 cache and new keys of 16 bits, 20 and 4; only the first scaled."""
+    """vllm 3156, PR 7208: 20 keys in a float8 cache, scaled, and 4 new ones, not scaled."""
     how = {"heads": (4, 2), "head_dims": (32, 32), "cache_dtype": cache_dtype, "poison": "nan"}
     check_case(path, (24,), (4,), device, **how, kv_scale="[Hkv]")
     if path.function != PREFIX:
@@ -143,7 +143,9 @@ KV_SCALES = {
 @pytest.mark.parametrize("scales", KV_SCALES)
 def test_paged_attention_multiplies_what_is_stored_by_its_scale(path, cache_dtype, scales, device):
     """sglang PR 18882: scales were taken as 1."""
-    k_scale, v_scale = (x.to(device) if isinstance(x, torch.Tensor) else x for x in KV_SCALES[scales])
+    k_scale, v_scale = (
+        x.to(device) if isinstance(x, torch.Tensor) else x for x in KV_SCALES[scales]
+    )
     how = {"softmax_scale": 1.0, "k_scale": k_scale, "v_scale": v_scale}
     made = rows(STORED_K, STORED_V)
     args, options = arrange(path, *made, device, cache_dtype=cache_dtype, **how)
@@ -207,7 +209,9 @@ def test_attention_reads_every_float8_value_exactly(function, cache_dtype, dtype
         k, lens = torch.zeros(16, 1, 16, dtype=dtype), [2] * 8
         k[1::2] = -2000.0  # weight e^-8000
     v = torch.zeros(sum(lens), 1, 32, dtype=dtype)
-    args, options = arrange(path, q, k, v, device, q_lens=[1] * 8, k_lens=lens, cache_dtype=cache_dtype)
+    args, options = arrange(
+        path, q, k, v, device, q_lens=[1] * 8, k_lens=lens, cache_dtype=cache_dtype
+    )
     at = 3 if function == PREFIX else 1
     for b in range(8):
         page = args[at + 1].view(torch.uint8)[args[at + 2][b, 0]]

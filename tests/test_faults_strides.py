@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults import FUNCTIONS, PAGED, PREFIX, VARLEN, Path, case, check, every_function, every_path, run_script
+from faults import (
+    FUNCTIONS,
+    PAGED,
+    PREFIX,
+    VARLEN,
+    Path,
+    case,
+    check,
+    every_function,
+    every_path,
+    run_script,
+)
 from launches import recorded
 
 import tritonattn
@@ -113,7 +124,9 @@ def test_attention_of_slices_of_a_fused_projection_equals_a_copy(path, device):
     gen = torch.Generator().manual_seed(0)
     qkv = torch.randn(7, 4 + 2, 16, generator=gen).to(device, path.dtype)
     q, k, v = qkv.split([4, 1, 1], dim=1)
-    args, options = case(path, (20, 3), (4, 3), heads=(4, 1), head_dims=(16, 16), dtype=path.dtype).build(device)
+    args, options = case(
+        path, (20, 3), (4, 3), heads=(4, 1), head_dims=(16, 16), dtype=path.dtype
+    ).build(device)
     if path.function == VARLEN:
         cu = args[3]
         args = (q, k, v, cu, cu)
@@ -139,7 +152,9 @@ def positions(function):
 )
 def test_attention_of_a_transposed_tensor_is_right_or_refused(function, name, device):
     """pytorch PR 187506: a last stride that is not 1 was silently taken for 1."""
-    args, options = case(Path(function), (9, 5), (2, 1), heads=(16, 16), head_dims=(16, 16)).build(device)
+    args, options = case(Path(function), (9, 5), (2, 1), heads=(16, 16), head_dims=(16, 16)).build(
+        device
+    )
     args, q = list(args), args[0]
     options["out"] = torch.zeros_like(q)
 

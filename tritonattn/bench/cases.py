@@ -194,7 +194,8 @@ def lognormal(n: int, total: int) -> tuple[int, ...]:
 def select(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
     """The cases that some pattern names, in their own order; ValueError for one that names none.
 
-    A pattern is a name or title, a group, a glob (``*``, ``?``), or a part of a name.
+    A pattern is a name or title, a group, a glob (``*``, ``?``) for one of these, or a part of a
+    name.
     """
     chosen: set[str] = set()
     for pattern in patterns:
@@ -214,7 +215,11 @@ def _named(cases: Sequence[Case], pattern: str) -> set[str]:
     tests = (
         lambda case: wanted in (_plain_text(case.name), _plain_text(case.title)),
         lambda case: wanted == case.group,
-        lambda case: fnmatch.fnmatchcase(_plain_text(case.name), f"*{wanted}*"),
+        lambda case: any(
+            fnmatch.fnmatchcase(_plain_text(text), wanted)
+            for text in (case.name, case.title, case.group)
+        ),
+        lambda case: wanted in _plain_text(case.name),
     )
     for test in tests:
         found = {case.name for case in cases if test(case)}

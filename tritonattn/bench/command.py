@@ -135,7 +135,7 @@ def _measure(
         with Progress(len(cases)) as progress:
             if not args.check:
                 progress.begin("ceilings")
-                report.ceilings = measure_ceilings(clock, device)
+                report.ceilings = measure_ceilings(clock, device, card)
                 free_memory()
             for case in cases:
                 progress.begin(case.name)
@@ -147,7 +147,7 @@ def _measure(
                 if args.json:
                     report.save(args.json)
         if not args.check:
-            report.ceilings_after = measure_ceilings(clock, device)
+            report.ceilings_after = measure_ceilings(clock, device, card)
     except KeyboardInterrupt:
         stopped = True
         print("interrupted: what there is so far")

@@ -29,60 +29,61 @@ def plot(report: Report, path: Path) -> None:
     for row in report.rows:
         if any(row.us_of(name) for name in row.results):
             groups.setdefault(row.group, []).append(row)
-    everybody = dict.fromkeys([OWN, *(name for row in report.rows for name in row.results)])
-    names = [name for name in everybody if any(row.us_of(name) for row in report.rows)]
+    peers = {name for row in report.rows for name in row.results if row.us_of(name)} - {OWN}
+    colors = {name: f"C{i}" for i, name in enumerate([OWN, *sorted(peers)])}
     heights = [
-        3.5 if group.startswith(SWEEP) else 0.8 + 0.16 * len(rows) * (1 + len(names))
-        for group, rows in groups.items()
+        3.0 if group.startswith(SWEEP) else 0.7 + 0.24 * len(rows) for group, rows in groups.items()
     ]
-    figure = Figure(figsize=(11, sum(heights, 1.2)), layout="constrained")
+    figure = Figure(figsize=(10, sum(heights, 0.6)), layout="constrained")
     figure.suptitle(f"tritonattn on {report.device.get('name', '?')}, {report.date[:10]}")
     if groups:
         panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, (group, rows) in zip(panels, groups.items(), strict=True):
-            (_lines if group.startswith(SWEEP) else _bars)(axes, rows, names)
+            (_lines if group.startswith(SWEEP) else _bars)(axes, rows, colors)
+            _limit(axes, report, rows)
             axes.set_title(group, loc="left")
-            _ceiling(axes, report, rows, vertical=not group.startswith(SWEEP))
-            axes.legend(fontsize=8, loc="lower right")
+            axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def _bars(axes: Any, rows: list[Row], names: list[str]) -> None:
-    width = 0.85 / len(names)
-    for i, name in enumerate(names):
-        places = [(y, us) for y, row in enumerate(rows) if (us := row.us_of(name))]
-        axes.barh(
-            [y + (i - (len(names) - 1) / 2) * width for y, _ in places],
-            [rows[y].rate(us) for y, us in places],
-            height=width,
-            label=name,
-            color=f"C{i}",
-        )
+def _bars(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
+    """Our rates as bars, each peer's as a mark on the same line."""
+    for name, color in colors.items():
+        places = [(row.rate(us), y) for y, row in enumerate(rows) if (us := row.us_of(name))]
+        if not places:
+            continue
+        rates, lines = (list(part) for part in zip(*places, strict=True))
+        if name == OWN:
+            axes.barh(lines, rates, height=0.7, label=name, color=color, alpha=0.6)
+        else:
+            axes.plot(rates, lines, "|", markersize=11, markeredgewidth=2, label=name, color=color)
     axes.set_yticks(range(len(rows)), [row.title for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(rows[0].unit)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel(rows[0].unit, fontsize=8)
 
 
-def _lines(axes: Any, rows: list[Row], names: list[str]) -> None:
-    for i, name in enumerate(names):
+def _lines(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
+    """Everybody's times."""
+    for name, color in colors.items():
         places = [(x, us) for x, row in enumerate(rows) if (us := row.us_of(name))]
-        axes.plot(
-            [x for x, _ in places],
-            [rows[x].rate(us) for x, us in places],
-            marker="o",
-            markersize=3,
-            label=name,
-            color=f"C{i}",
-        )
+        if places:
+            axes.plot(*zip(*places, strict=True), marker="o", markersize=3, label=name, color=color)
     axes.set_xticks(range(len(rows)), [row.title for row in rows], fontsize=8)
-    axes.set_ylabel(rows[0].unit)
+    axes.set_yscale("log")
+    axes.set_ylabel("µs", fontsize=8)
 
 
-def _ceiling(axes: Any, report: Report, rows: list[Row], vertical: bool) -> None:
-    if report.ceilings is None:
+def _limit(axes: Any, report: Report, rows: list[Row]) -> None:
+    """The card's own rate beside bars, the least time beside lines."""
+    ceilings = report.ceilings
+    if ceilings is None:
+        return
+    how: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
+    if rows[0].group.startswith(SWEEP):
+        floors = [ceilings.floor_us(row.bytes, row.flops) for row in rows]
+        axes.plot(range(len(rows)), floors, label="the card's limit", **how)
         return
     is_compute = rows[0].unit == "TFLOP/s"
-    value = report.ceilings.matmul if is_compute else report.ceilings.read
-    draw = axes.axvline if vertical else axes.axhline
-    label = "bf16 matmul" if is_compute else "device read"
-    draw(value, color="black", linestyle="--", linewidth=1, label=label)
+    rate = ceilings.matmul if is_compute else ceilings.read
+    axes.axvline(rate, label="bf16 matmul" if is_compute else "device read", **how)
+    axes.set_xlim(left=0)

@@ -22,12 +22,15 @@ def has_rich_terminal() -> bool:
 
 
 def show(table: Table) -> None:
+    lines = table.lines()
     if has_rich_terminal():
         from rich.console import Console
 
-        Console().print(table.rich())
-    else:
-        print("\n".join(table.lines()), flush=True)
+        console = Console()
+        if console.width >= max(map(len, lines)):
+            console.print(table.rich())
+            return
+    print("\n".join(lines), flush=True)
 
 
 class Progress:

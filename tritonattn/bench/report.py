@@ -6,9 +6,7 @@ A result's times are in microseconds, one list a round; ceilings in TB/s and TFL
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,9 @@ class Result:
     @property
     def us(self) -> float | None:
         """Median microseconds of a call on the device."""
-        timed = self.status == OK and self.timing is not None and self.timing.rounds
-        return self.timing.median if timed and self.timing else None
+        if self.status != OK or self.timing is None or not self.timing.rounds:
+            return None
+        return self.timing.median
 
 
 @dataclass
@@ -132,16 +131,10 @@ class Report:
 
     def save(self, path: Path) -> None:
         """Replace the file at once, so that a stopped run leaves the last whole one."""
-        folder = path.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(self.to_json(), encoding="utf-8")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Report:

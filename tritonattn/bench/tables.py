@@ -31,12 +31,16 @@ class Table:
         return [self.title, *text]
 
     def rich(self) -> Any:
+        """For rich's console, which must be as wide as ``lines``."""
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(title=self.title, title_justify="left", pad_edge=False)
+        table = RichTable(
+            title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False
+        )
         for i, name in enumerate(self.head):
-            table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+            table.add_column(Text(name), justify="right" if i else "left", no_wrap=True)
         for row in self.rows:
             table.add_row(*(Text(cell, style=_style(cell)) for cell in row))
         return table
@@ -71,7 +75,7 @@ def _table(report: Report, group: str) -> Table:
         and any((r := row.results.get(name)) and (r.us or r.status in shown) for row in rows)
     ]
     has_plain = any(_of_plain(report, row) for row in rows)
-    head = ["case", "µs", rows[0].unit, "% ceiling", "± %", "host µs"]
+    head = ["case", "µs", rows[0].unit, "% ceiling", "± %", "eager µs", "host µs"]
     head += ["of plain"] * has_plain + peers + ["best peer / ours"] * bool(peers)
     body = []
     for row in rows:
@@ -79,7 +83,8 @@ def _table(report: Report, group: str) -> Table:
         cells = [row.title, *_own(own, row), _percent(row.part_of_ceiling(report.ceilings))]
         timing = own.timing if own and own.us else None
         cells.append(f"{100 * timing.noise:.1f}" if timing else NOTHING)
-        cells.append(microseconds(timing.host_median) if timing and timing.host else NOTHING)
+        hosts = (timing.eager_median, timing.host_median) if timing and timing.host else ()
+        cells += [microseconds(us) for us in hosts] or [NOTHING] * 2
         if has_plain:
             part = _of_plain(report, row)
             cells.append(f"{part:.2f}" if part else NOTHING)
@@ -134,8 +139,8 @@ def summary(report: Report) -> list[str]:
         if ratios:
             least = min(ratios, key=lambda title: ratios[title])
             lines.append(
-                f"{group}: {geometric_mean(ratios.values()):.3f} x the best peer (geometric mean of "
-                f"{len(ratios)} cases), least {ratios[least]:.3f} ({least})"
+                f"{group}: {geometric_mean(ratios.values()):.3f} x the best peer (geometric mean "
+                f"of {len(ratios)} cases), least {ratios[least]:.3f} ({least})"
             )
     return lines
 
@@ -145,14 +150,22 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
+LEGEND = """\
+µs: median of a call in replayed graphs, inputs not in L2; peers: µs and rate; ± %: half the range
+of the rounds' medians; eager µs: a call in a loop without a graph; host µs: to issue one; of plain:
+our rate over our rate without the option"""
+
+
 def notes(report: Report) -> list[str]:
-    """Why results are missing, each reason once, and the peers that are not here."""
+    """What the columns mean, the peers, and why results are missing, each reason once."""
     reasons: dict[str, list[str]] = {}
     for row in report.rows:
         for name, result in row.results.items():
+            if result.timing is not None and result.timing.how != "graph":
+                reasons.setdefault(f"{name} cannot be in a graph: timed eager", []).append(row.case)
             if result.note:
                 reasons.setdefault(f"{name} {result.status}: {result.note}", []).append(row.case)
-    lines = [f"{name}: {note}" for name, note in report.peers.items()]
+    lines = [*LEGEND.split("\n"), *(f"{name}: {note}" for name, note in report.peers.items())]
     for reason, cases in reasons.items():
         more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
         lines.append(f"{reason} ({cases[0]}{more})")

@@ -143,10 +143,17 @@ def visit(
     )  # fmt: skip
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
-    p, alpha, row_max, row_sum = softmax.step(row_max, row_sum, s, MASKED)
+    IS_PRODUCT: tl.constexpr = IS_EXACT and not SPEC.HAS_SOFTCAP and not SPEC.HAS_ALIBI
+    p, alpha, row_max, row_sum = softmax.step(
+        row_max, row_sum, s, qk, row_scale * softmax.LOG2E, MASKED, IS_PRODUCT
+    )
 
     p = round_to(p, v.dtype, SPEC.INTERPRETED)
-    acc = dot(p, v, acc * alpha[:, None], SPEC.INTERPRETED)
+    alpha = tl.broadcast_to(alpha[:, None], acc.shape)
+    if IS_EXACT:  # a tile's sum by itself first: shorter chains of roundings
+        acc = tl.fma(acc, alpha, dot(p, v, None, SPEC.INTERPRETED))
+    else:
+        acc = dot(p, v, acc * alpha, SPEC.INTERPRETED)
     return acc, row_max, row_sum
 
 
@@ -191,6 +198,16 @@ def attend(
             begin, low, high, FORMAT, False, SPEC,
         )  # fmt: skip
     return acc, row_max, row_sum
+
+
+@triton.jit
+def tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC):
+    """(token in the sequence, query head, whether there is such a row) of a tile's rows."""
+    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
+    offs_q = tile * BLOCK_Q + offs_m // SPEC.PACK
+    head_in_group = head_block * SPEC.PACK + offs_m % SPEC.PACK
+    row_ok = (offs_q < len_q) & (offs_m < BLOCK_Q * SPEC.PACK) & (head_in_group < SPEC.GROUP)
+    return offs_q, (kv_head * SPEC.GROUP + head_in_group).to(tl.int64), row_ok
 
 
 @triton.jit
@@ -262,11 +279,8 @@ def attention_kernel(
         return
 
     offs_m = tl.arange(0, SPEC.BLOCK_M)
-    offs_q = tile * BLOCK_Q + offs_m // SPEC.PACK  # [BLOCK_M] token in the sequence
-    head_in_group = head_block * SPEC.PACK + offs_m % SPEC.PACK
-    row_ok = (offs_q < len_q) & (offs_m < BLOCK_Q * SPEC.PACK) & (head_in_group < SPEC.GROUP)
+    offs_q, head, row_ok = tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC)
     token = q_start + offs_q
-    head = (kv_head * SPEC.GROUP + head_in_group).to(tl.int64)
 
     acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
     nothing = tl.full([SPEC.BLOCK_M], float("-inf"), tl.float32)
@@ -367,6 +381,10 @@ def attention_kernel(
         if not SPEC.HAS_CACHE:
             acc *= cached_v_scale
 
-    inverse, lse = softmax.finish(row_max, row_sum)
-    acc *= inverse[:, None]
-    store_rows(output, acc, lse, split, token, head, row_ok, SPEC)
+    # The rows anew, from a zero that the compiler cannot see through: what only the end needs would
+    # otherwise hold a dozen registers all through the loops.
+    offs_m += num_kv_heads >> 30
+    offs_q, head, row_ok = tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC)
+    token = q_start + offs_q
+    out, lse = softmax.finish(acc, row_max, row_sum, q_tile.dtype == tl.float32)
+    store_rows(output, out, lse, split, token, head, row_ok, SPEC)

@@ -70,25 +70,37 @@ def start(sink, HAS_SINK: tl.constexpr):
 
 
 @triton.jit
-def step(row_max, row_sum, s, MASKED: tl.constexpr):
+def step(row_max, row_sum, s, qk, factor, MASKED: tl.constexpr, IS_PRODUCT: tl.constexpr):
     """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed
-    before, and the new (row_max, row_sum)."""
+    before, and the new (row_max, row_sum).
+
+    IS_PRODUCT: s = qk factor, so that the difference from the maximum needs no rounded s.
+    """
     m_new = tl.maximum(row_max, tl.max(s, 1))
     shift = m_new
     if MASKED:
         # A row that has seen no key yet keeps row_max = -inf; -inf - -inf would be NaN.
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.math.exp2(s - shift[:, None])
+    if IS_PRODUCT:
+        below = tl.broadcast_to(-shift[:, None], qk.shape)
+        d = tl.fma(qk, tl.broadcast_to(factor[:, None], qk.shape), below)
+        if MASKED:
+            d = tl.where(s == float("-inf"), s, d)
+    else:
+        d = s - shift[:, None]
+    p = tl.math.exp2(d)
     alpha = tl.math.exp2(row_max - shift)
     return p, alpha, m_new, row_sum * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def finish(row_max, row_sum):
-    """(factor on acc, natural-log lse): 0 and -inf for a row that saw nothing.  NaN passes through.
-    """
+def finish(acc, row_max, row_sum, IS_EXACT: tl.constexpr):
+    """(out, natural-log lse): 0 and -inf for a row that saw nothing.  NaN passes through."""
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
-    inverse = tl.where(is_empty, 0.0, 1.0 / divisor)
+    if IS_EXACT:
+        out = tl.math.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
+    else:
+        out = acc * (1.0 / divisor)[:, None]
     lse = tl.where(is_empty, float("-inf"), (row_max + tl.math.log2(divisor)) * LN2)
-    return inverse, lse
+    return out, lse

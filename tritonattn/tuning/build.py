@@ -32,6 +32,7 @@ def small_case(task: Task, device: Device) -> Case:
         dtype=task.dtype, cache_dtype=task.cache_dtype if task.family != "prefill" else None,
         page_size=task.page_size, alibi=int(layer.alibi), sinks=layer.sinks,
         query_scale=layer.query_scale, options=options,
+        option_dtype=task.dtype if layer.sinks else torch.float32,
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def build(task: Task, where: torch.device) -> CallTensors:
     if layer.alibi:
         options["alibi_slopes"] = torch.rand(layer.num_heads, **how)
     if layer.sinks:
-        options["sinks"] = torch.randn(layer.num_heads, **how)
+        options["sinks"] = rows(layer.num_heads)
     if layer.query_scale:
         options["query_scale"] = torch.rand(total_q, **how) + 0.5
     if function == "varlen_attention":

@@ -86,13 +86,14 @@ def compare_all(
     tasks: Iterable[Task],
     device: Device,
     backend: Backend,
+    show: Callable[[Comparison], None] = lambda _: None,
     *,
     budget: float = math.inf,
     exhaustive: bool = False,
     samples: int = 25,
     progress: Progress | None = None,
 ) -> list[Comparison]:
-    """``exhaustive`` times every candidate too."""
+    """``exhaustive`` times every candidate too; ``show`` is called after each task."""
     deadline = time.monotonic() + budget
     comparisons: list[Comparison] = []
     for task in tasks:
@@ -113,6 +114,7 @@ def compare_all(
         if exhaustive:
             comparison.best_us = min(times.values())
         comparisons.append(comparison)
+        show(comparison)
     return comparisons
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -83,23 +84,19 @@ def forced() -> KernelConfig | None:
 
 
 def lookup(problem: Problem, device: Device) -> KernelConfig:
-    if _forced.get() is None:
-        found = _found.get((problem, device))
-        if found is not None:
-            return found.config
     return find(problem, device).config
 
 
 def find(problem: Problem, device: Device) -> Found:
     """What ``lookup`` returns, and where it comes from."""
-    forced = _forced.get()
-    if forced is not None:
-        reason = invalid(forced, problem, device)
+    config = _forced.get()
+    if config is not None:
+        reason = invalid(config, problem, device)
         if reason:
             raise UnsupportedError(
                 f"{problem.function}: the forced configuration cannot run here: {reason}."
             )
-        return Found(forced, "forced")
+        return Found(config, "forced")
     found = _found.get((problem, device))
     if found is None:
         found = _resolve(problem, device)
@@ -159,6 +156,10 @@ def forget() -> None:
     _found.clear()
     _guesses.clear()
     _tables.clear()
+    # It keeps what it was told; importing it would bring Triton along.
+    launch = sys.modules.get("tritonattn.launch")
+    if launch is not None:
+        launch.forget()
 
 
 # Where tables lie
@@ -211,7 +212,7 @@ def _own_tables(kernel: str, device: Device) -> Iterator[tuple[str, Table]]:
         yield "this process's table", Table(device, kernel, unsaved)
     for name, root in roots():
         table = _table(path_of(root, device.name, kernel))
-        if table is not None and table.gpu.name == device.name and table.kernel == kernel:
+        if table is not None and _same_gpu(table.gpu, device) and table.kernel == kernel:
             yield f"{name} table of {device.name}", table
 
 
@@ -237,6 +238,11 @@ def _siblings(key: Key, device: Device) -> list[tuple[tuple, _Guess]]:
                     title = f"{name} table of {table.gpu.name}"
                     found.append((order, _Guess(entry, "sibling", title, where)))
     return found
+
+
+def _same_gpu(one: Device, other: Device) -> bool:
+    """A slice of a GPU has its tables: slices differ by their multiprocessors at most."""
+    return (one.name, one.backend, one.arch) == (other.name, other.backend, other.arch)
 
 
 def _related(one: Device, other: Device) -> bool:

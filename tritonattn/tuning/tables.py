@@ -99,7 +99,7 @@ def parse(data: bytes, where: str) -> Table:
     for text, entry in entries.items():
         try:
             table.entries[Key.parse(kernel, text)] = _entry(entry)
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             table.dropped += 1
     return table
 
@@ -144,14 +144,14 @@ def _device(facts: object, where: str) -> Device:
 def _entry(data: object) -> Entry:
     if not isinstance(data, dict):
         raise ValueError("an entry is an object")
-    runner_up = data.get("runner_up") or {}
+    has_second = data.get("runner_up") is not None
     measured = data["measured"] if isinstance(data.get("measured"), dict) else {}
     return Entry(
         _config(data.get("config")),
         _time(data.get("us")),
         _time(data.get("default_us")),
-        _config(runner_up["config"]) if runner_up else None,
-        _time(runner_up["us"]) if runner_up else None,
+        _config(data["runner_up"]) if has_second else None,
+        _time(data.get("runner_up_us")) if has_second else None,
         *(str(measured.get(name, ""))[:40] for name in ("date", "source", "triton")),
     )
 
@@ -176,13 +176,12 @@ def render(table: Table) -> str:
     """The file's text: a fact a line and the same order every time, so that changes read well."""
     entries = []
     for key, entry in sorted(table.entries.items()):
-        lines = [
-            f'"config": {_one_line(asdict(entry.config))}',
-            f'"us": {entry.us:.6g}, "default_us": {entry.default_us:.6g}',
-        ]
-        if entry.runner_up is not None:
-            second = {"config": asdict(entry.runner_up), "us": float(f"{entry.runner_up_us:.6g}")}
-            lines.append(f'"runner_up": {_one_line(second)}')
+        lines = [f'"config": {_one_line(asdict(entry.config))}']
+        times = {"us": entry.us, "default_us": entry.default_us}
+        if entry.runner_up is not None and entry.runner_up_us is not None:
+            lines.append(f'"runner_up": {_one_line(asdict(entry.runner_up))}')
+            times["runner_up_us"] = entry.runner_up_us
+        lines.append(", ".join(f'"{name}": {us:.6g}' for name, us in times.items()))
         facts = {"date": entry.date, "source": entry.source, "triton": entry.triton}
         lines.append(f'"measured": {_one_line(facts)}')
         body = ",\n      ".join(lines)

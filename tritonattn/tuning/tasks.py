@@ -103,7 +103,10 @@ class Task:
         total_q = sum(self.q_lens)
         max_q = 1 if is_decode else min(1 << log2(max(self.q_lens)), total_q)
         cached = self.table_width * self.page_size
-        capacity = {"prefill": sum(self.k_lens), "prefix": max_q + cached}.get(self.family, cached)
+        # The most keys that a sequence's buffers can hold.
+        capacity = {"prefill": sum(self.k_lens), "prefix": total_q + cached}
+        most_k = capacity.get(self.family, cached)
+        known_k = max_q + cached if self.family == "prefix" else most_k
         has_cache = self.family != "prefill"
         return Problem(
             function=self.function,
@@ -130,8 +133,8 @@ class Task:
             batch=len(self.q_lens),
             total_q=total_q,
             max_q=max_q,
-            capacity_k=capacity,
-            max_k=min(1 << log2(max(self.k_lens)), capacity),
+            capacity_k=most_k,
+            max_k=min(1 << log2(max(self.k_lens)), known_k),
         )
 
     @property

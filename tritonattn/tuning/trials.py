@@ -30,7 +30,7 @@ from .keys import key_of
 from .search import GpuLostError, Session, one_line
 from .store import force
 from .tasks import Task
-from .workers import Job, compile_all
+from .workers import Compilers, Job
 
 GRAPH_US = 400.0  # the least that a sample lasts: events tick in half microseconds
 MOST_COPIES = 64
@@ -45,7 +45,7 @@ class GpuBackend:
     def __init__(self, where: torch.device, processes: int | None = None) -> None:
         self.where = where
         self.device = devices.describe(where)
-        self.processes = processes
+        self._compilers = Compilers(processes)
         self._reports: dict[Job, Report | str] = {}
 
     def compile(
@@ -56,9 +56,14 @@ class GpuBackend:
             if job in self._reports:
                 yield config, self._reports[job]
         new = {job: config for config, job in jobs.items() if job not in self._reports}
-        for job, report in compile_all(list(new), self.processes):
-            self._reports[job] = report
-            yield new[job], report
+        # Closed with this generator, and what is not compiled by then is given up.
+        with contextlib.closing(self._compilers.compile(list(new))) as results:
+            for job, report in results:
+                self._reports[job] = report
+                yield new[job], report
+
+    def close(self) -> None:
+        self._compilers.close()
 
     @contextlib.contextmanager
     def session(self, task: Task) -> Iterator[Session]:

@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
@@ -37,29 +37,74 @@ def cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def compile_all(
-    jobs: Sequence[Job], processes: int | None = None, time_limit: float = TIME_LIMIT
-) -> Iterator[tuple[Job, Report | str]]:
-    """Each job with its Report, or with the reason why there is none, in the order they finish."""
-    left = list(dict.fromkeys(jobs))
-    count = min(processes or cores(), len(left))
-    while left:
-        is_broken = False
-        with _running(left, count) as running:
-            for future, is_late in _finished(running, time_limit):
-                error = None if is_late else future.exception()
-                if isinstance(error, BrokenProcessPool):
-                    is_broken = True
-                    continue
-                job = running[future]
-                left.remove(job)
-                if is_late:
-                    yield job, f"not compiled within {time_limit:g} seconds"
-                else:
-                    yield job, one_line(error) if error else future.result()
-        if is_broken and count == 1:  # one process takes the jobs in order
-            yield left.pop(0), "crashed the compiler"
-        count = 1
+def compile_all(jobs: Sequence[Job], processes: int | None = None) -> dict[Job, Report | str]:
+    """Each job's Report, or the reason why there is none."""
+    with contextlib.closing(Compilers(processes)) as compilers:
+        return dict(compilers.compile(jobs))
+
+
+class Compilers:
+    """Processes that stay until ``close``; by default one for each core."""
+
+    def __init__(self, processes: int | None = None, time_limit: float = TIME_LIMIT) -> None:
+        self.processes = processes or cores()
+        self.time_limit = time_limit
+        self._pool: ProcessPoolExecutor | None = None
+        self._size = 0
+
+    def compile(self, jobs: Sequence[Job]) -> Generator[tuple[Job, Report | str], None, None]:
+        """Each with its Report or the reason why there is none, in the order they finish."""
+        left = list(dict.fromkeys(jobs))
+        size = self.processes
+        while left:
+            futures = self._submit(left, size)
+            is_broken = False
+            try:
+                for future, is_late in _finished(futures, self.time_limit):
+                    error = None if is_late else future.exception()
+                    if isinstance(error, BrokenProcessPool):
+                        is_broken = True
+                        continue
+                    job = futures[future]
+                    left.remove(job)
+                    if is_late:
+                        yield job, f"not compiled within {self.time_limit:g} seconds"
+                    else:
+                        yield job, one_line(error) if error else future.result()
+            finally:
+                # Broken, late, or not wanted any longer.
+                if is_broken or not all(future.done() for future in futures):
+                    self.close()
+            if is_broken and size == 1:  # one process takes the jobs in order
+                yield left.pop(0), "crashed the compiler"
+            # After a crash one at a time, since only then is it known whose it was.
+            size = 1
+
+    def close(self) -> None:
+        if self._pool is not None:
+            alive = list((self._pool._processes or {}).values())
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in alive:
+                process.terminate()
+            self._pool = None
+
+    def _submit(self, jobs: Sequence[Job], size: int) -> dict[Future[Report | str], Job]:
+        if self._size != size:
+            self.close()
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(size, context, initializer=_begin)
+            self._size = size
+        # Processes start as jobs are submitted, and read this when they import the package.
+        before = os.environ.get("TRITON_INTERPRET")
+        os.environ["TRITON_INTERPRET"] = "0"
+        try:
+            return {self._pool.submit(_compile, job): job for job in jobs}
+        finally:
+            if before is None:
+                del os.environ["TRITON_INTERPRET"]
+            else:
+                os.environ["TRITON_INTERPRET"] = before
 
 
 def _finished(
@@ -73,29 +118,6 @@ def _finished(
             yield from ((future, True) for future in pending)
             return
         yield from ((future, False) for future in done)
-
-
-@contextlib.contextmanager
-def _running(jobs: Sequence[Job], processes: int) -> Iterator[dict[Future[Report | str], Job]]:
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, initializer=_begin)
-    # Processes start as jobs are submitted, and read this when they import the package.
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "0"
-    try:
-        futures = {pool.submit(_compile, job): job for job in jobs}
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
-    alive = list((pool._processes or {}).values())
-    try:
-        yield futures
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in alive:
-            process.terminate()
 
 
 def _begin() -> None:

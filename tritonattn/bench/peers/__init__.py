@@ -1,6 +1,6 @@
 """Other libraries' attention, each behind the same small door.
 
-A peer's module has ``NAME``, ``load()``, which imports the library and gives its version, and
+A peer's module has ``load()``, which imports the library and gives its version, and
 ``prepare(case, calls)``, which gives one callable for each call; whatever need not be done again
 for each call (plans, contiguous copies of cached keys) is done there.  Both raise what they like:
 ``Unsupported`` for a case that the library has no way to compute, anything else for a fault.

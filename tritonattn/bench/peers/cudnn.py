@@ -12,8 +12,6 @@ from ...call import Call
 from ..cases import Case
 from . import torch_sdpa
 
-NAME = "cuDNN"
-
 
 def load() -> str:
     found = torch.backends.cudnn.version()

@@ -11,8 +11,6 @@ from ...call import Call
 from ..cases import Case
 from . import torch_sdpa
 
-NAME = "FA2"
-
 
 def load() -> str:
     return torch_sdpa.version()

@@ -13,8 +13,6 @@ from ..cases import Case
 from . import require
 from .layouts import dense, packed
 
-NAME = "FA3"
-
 
 def load() -> str:
     import fa3_fwd_interface

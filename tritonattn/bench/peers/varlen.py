@@ -13,8 +13,6 @@ from ...call import Call
 from ..cases import Case
 from . import Unsupported, require
 
-NAME = "torch varlen"
-
 
 def load() -> str:
     from torch.nn.attention import varlen
@@ -24,11 +22,12 @@ def load() -> str:
 
 
 def prepare(case: Case, calls: Sequence[Call]) -> list[Callable[[], Any]]:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
+    attend: Callable[..., Any] = varlen.varlen_attn
     require(case, "not causal", "window")
     # Its arguments changed between releases of torch.
-    takes = inspect.signature(varlen_attn).parameters
+    takes = inspect.signature(attend).parameters
     options: dict[str, Any] = {}
     if "window_size" in takes:
         left = -1 if case.window is None else case.window - 1
@@ -42,6 +41,6 @@ def prepare(case: Case, calls: Sequence[Call]) -> list[Callable[[], Any]]:
     most = max(case.queries), max(case.keys)
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
     return [
-        partial(varlen_attn, *(getattr(call, name) for name in names), *most, **options)
+        partial(attend, *(getattr(call, name) for name in names), *most, **options)
         for call in calls
     ]

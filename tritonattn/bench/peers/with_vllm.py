@@ -17,7 +17,6 @@ from ..cases import Case
 from . import require
 from .layouts import paged
 
-NAME = "vLLM"
 HOMES = ("vllm.v1.attention.ops", "vllm.attention.ops")  # newer releases first
 SEGMENTS = 16  # parts that the keys of a decode are cut into
 LEAST_GRID = 128  # programs that make it leave the keys whole

@@ -1,0 +1,245 @@
+"""``tritonattn autotune``: tables for this GPU, and how good they are."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..device import Device, interpreting
+from ..errors import UnsupportedError
+from ..tuning import space, store
+from ..tuning.run import Comparison, Run, compare_all, tune_all
+from ..tuning.search import Backend, Outcome, Progress
+from ..tuning.tables import path_of
+from ..tuning.tasks import Task
+from . import shapes
+from .console import Bar, columns
+
+DESCRIPTION = """\
+Measures which configuration of each kernel is fastest on this GPU and writes it to the user's
+tables, which later processes read. What is found is written after every bucket, so that Ctrl-C and
+--budget lose nothing. A configuration replaces the default only where it is 3 % faster."""
+SECONDS_A_TASK = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    shapes.add_arguments(parser)
+    add = parser.add_argument
+    add("--budget", type=float, metavar="MINUTES", help="begin nothing after so long")
+    add("--dry-run", action="store_true", help="only list what would be measured")
+    add("--check", action="store_true", help="time what the tables say against the heuristic")
+    add(
+        "--exhaustive", action="store_true",
+        help="time every candidate to the end; with --check also says how far from the best",
+    )  # fmt: skip
+    add("--sample", type=int, metavar="N", help="N of the buckets, drawn by --seed")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, metavar="DIR", help="tables to write; default: the user's")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the speed-ups")
+    add("--jobs", type=int, metavar="N", help="processes that compile; default: all cores")
+    shapes.add_target(parser, "for --dry-run, another GPU than this machine's")
+
+
+def run(args: argparse.Namespace) -> int:
+    tasks = shapes.tasks_of(args)
+    if args.sample is not None and args.sample < len(tasks):
+        tasks = random.Random(args.seed).sample(tasks, max(1, args.sample))
+    if args.plot:
+        import matplotlib  # noqa: F401 -- before minutes of measuring, not after
+    if args.dry_run or args.target is not None:
+        _list(tasks, shapes.device_of(args))
+        if args.target is None and not interpreting():
+            where = args.output or store.user_root() or Path("nowhere")
+            print(f"They would be written to {path_of(where, shapes.here()[1].name, '*')}.")
+        return 0
+    if interpreting():
+        print(
+            "No GPU is used here, so nothing can be timed. This is what would be measured; "
+            "--target sm_90 lists it for another GPU, `tritonattn explain --target sm_90` compiles "
+            "it, and `tritonattn cache` moves tables between machines."
+        )
+        _list(tasks, shapes.device_of(args))
+        return 2
+    where, device = shapes.here()
+    from ..tuning.trials import GpuBackend
+
+    budget = math.inf if args.budget is None else args.budget * 60
+    with contextlib.closing(GpuBackend(where, args.jobs)) as backend:
+        if args.check:
+            return check(tasks, device, backend, budget, args.exhaustive)
+        return measure(tasks, device, backend, budget, args.exhaustive, args.output, args.plot)
+
+
+def measure(
+    tasks: Sequence[Task],
+    device: Device,
+    backend: Backend,
+    budget: float = math.inf,
+    exhaustive: bool = False,
+    output: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Tune, write and say what came of it; the exit code."""
+    print(f"{device.title}: {len(tasks)} buckets", flush=True)
+    files: dict[Path, None] = {}
+    began = time.monotonic()
+    with Bar(len(tasks)) as bar:
+        done = 0
+
+        def save(task: Task, outcome: Outcome) -> None:
+            nonlocal done
+            done += 1
+            files.update(
+                dict.fromkeys(store.record(device, {outcome.key: outcome.entry()}, output))
+            )
+            bar.line(f"[{done}/{len(tasks)}] {_line(task, outcome)}")
+
+        progress = Progress(_shower(bar, lambda: done))
+        run_ = tune_all(
+            tasks, device, backend, save, budget=budget, exhaustive=exhaustive, progress=progress
+        )
+    _conclude(run_, list(files), time.monotonic() - began)
+    if plot is not None and run_.outcomes:
+        draw(run_.outcomes, plot)
+        print(f"drawn: {plot}")
+    if run_.is_interrupted:
+        return 130
+    return 1 if run_.failures or run_.lost else 0
+
+
+def check(
+    tasks: Sequence[Task],
+    device: Device,
+    backend: Backend,
+    budget: float = math.inf,
+    exhaustive: bool = False,
+) -> int:
+    """Time the tables against the heuristic, or every candidate; the exit code."""
+    print(f"{device.title}: {len(tasks)} buckets, the tables against the heuristic", flush=True)
+    with Bar(len(tasks)) as bar:
+        done = 0
+
+        def show(comparison: Comparison) -> None:
+            nonlocal done
+            done += 1
+            bar.line(f"[{done}/{len(tasks)}] {comparison.task}: {comparison.found.origin}")
+
+        found = compare_all(
+            tasks, device, backend, show, budget=budget, exhaustive=exhaustive,
+            progress=Progress(_shower(bar, lambda: done)),
+        )  # fmt: skip
+    rows: list[Sequence[object]] = [("bucket", "from", "µs", "heuristic", "ratio")]
+    rows[0] = (*rows[0], "best", "regret") if exhaustive else rows[0]
+    for c in found:
+        row = (
+            f"{c.task.family} {c.task.key}", c.found.origin, f"{c.us:.1f}", f"{c.heuristic_us:.1f}",
+            f"{c.heuristic_us / c.us:.3f}x",
+        )  # fmt: skip
+        regret = (f"{c.best_us:.1f}", f"{100 * (c.us / c.best_us - 1):.1f}%")
+        rows.append((*row, *regret) if exhaustive else row)
+    print(columns(rows))
+    if found:
+        behind = statistics.median(100 * (c.heuristic_us / c.us - 1) for c in found)
+        print(f"The heuristic is {behind:.1f} % behind the tables in the median.")
+        if exhaustive:
+            regrets = sorted(100 * (c.us / c.best_us - 1) for c in found)
+            p95 = regrets[min(len(regrets) - 1, math.ceil(0.95 * len(regrets)) - 1)]
+            print(
+                f"The tables are {statistics.median(regrets):.1f} % behind the best in the median, "
+                f"{p95:.1f} % at the 95th percentile."
+            )
+    return 0 if found else 1
+
+
+def _list(tasks: Sequence[Task], device: Device) -> None:
+    rows: list[Sequence[object]] = [("kernel", "bucket", "situation", "candidates", "now from")]
+    total = 0
+    for task in tasks:
+        if device.is_interpreter:
+            count, origin = "", ""
+        else:
+            try:
+                number = len(space.candidates(task.problem, device))
+                count, origin = str(number), store.find(task.problem, device).origin
+                total += number
+            except UnsupportedError:
+                count, origin = "0", "cannot run"
+        situation = f"{task.layer.title}; {task.shape}"
+        rows.append((task.family, task.key, situation, count, origin))
+    print(columns(rows))
+    minutes = math.ceil(len(tasks) * SECONDS_A_TASK / 60)
+    configs = f", {total} configurations" if total else ""
+    print(f"{len(tasks)} buckets{configs}: about {minutes} minutes on a GPU.")
+
+
+def _shower(bar: Bar, done: Callable[[], int]) -> Callable[[Progress], None]:
+    began = time.monotonic()
+
+    def show(progress: Progress) -> None:
+        rate = progress.configs / max(1e-9, time.monotonic() - began)
+        within = f"{progress.step} {progress.done}/{progress.total}"
+        best = f"; best {progress.best}" if progress.best else ""
+        bar.at(done(), f"{progress.task}: {within}; {rate:.1f} configs/s{best}")
+
+    return show
+
+
+def _line(task: Task, outcome: Outcome) -> str:
+    if math.isnan(outcome.default_us):
+        gain = "the default does not work here"
+    elif outcome.best == outcome.default:
+        gain = "the default stays"
+    else:
+        gain = f"{outcome.speedup:.2f}x the default"
+    refused = f"; {len(outcome.refused)} refused" if outcome.refused else ""
+    cut = "; cut short" if outcome.is_cut_short else ""
+    what = space.describe(outcome.best)
+    return f"{task}: {outcome.us:.1f} µs, {gain} ({what}{refused}{cut})"
+
+
+def _conclude(run_: Run, files: Sequence[Path], seconds: float) -> None:
+    rows: list[Sequence[object]] = [("kernel", "bucket", "default µs", "tuned µs", "speed-up")]
+    for _, outcome in run_.outcomes:
+        default = "-" if math.isnan(outcome.default_us) else f"{outcome.default_us:.1f}"
+        ratio = "-" if math.isnan(outcome.default_us) else f"{outcome.speedup:.2f}x"
+        rows.append((outcome.key.family, outcome.key, default, f"{outcome.us:.1f}", ratio))
+    if run_.outcomes:
+        print(columns(rows))
+        ratios = [o.speedup for _, o in run_.outcomes if not math.isnan(o.speedup)]
+        if ratios:
+            print(
+                f"geometric mean {statistics.geometric_mean(ratios):.3f}x, {seconds:.0f} s in all"
+            )
+    for task, reason in run_.failures:
+        print(f"failed: {task}: {reason}")
+    if run_.lost:
+        print(f"stopped: {run_.lost}")
+    if run_.left:
+        print(f"{len(run_.left)} buckets were not reached")
+    for path in files:
+        print(f"written: {path}")
+
+
+def draw(outcomes: Sequence[tuple[Task, Outcome]], path: Path) -> None:
+    """Bars of the speed-ups over the default."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    known = [(task, o) for task, o in outcomes if not math.isnan(o.speedup)]
+    names = [f"{task.family} {outcome.key}" for task, outcome in known]
+    figure, axes = pyplot.subplots(figsize=(11, 1 + 0.3 * len(known)), layout="constrained")
+    axes.barh(names, [outcome.speedup for _, outcome in known])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("speed-up over the heuristic's choice")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

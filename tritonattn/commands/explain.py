@@ -1,0 +1,98 @@
+"""``tritonattn explain``: what a call would run and why, on this machine's GPU or any other."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..device import Device
+from ..errors import UnsupportedError
+from ..plan import plan
+from ..tuning import space, store
+from ..tuning.compile import Report
+from ..tuning.store import Found
+from ..tuning.tasks import Task, describe
+from ..tuning.workers import Job, compile_all
+from . import shapes
+
+DESCRIPTION = """\
+Shows the way of a call: the problem, the plan, the configuration and where it comes from, and what
+the compiled kernel takes. With --target no GPU is needed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    shapes.add_arguments(parser)
+    shapes.add_target(parser, "explain for this GPU")
+    parser.add_argument("--no-compile", action="store_true", help="leave the binaries out")
+
+
+def run(args: argparse.Namespace) -> int:
+    device = shapes.device_of(args)
+    tasks = shapes.tasks_of(args)
+    if not args.shape:  # one situation of each kernel
+        tasks = list({(task.layer, task.family): task for task in reversed(tasks)}.values())[::-1]
+    jobs, found, failures = {}, {}, {}
+    for task in tasks:
+        try:
+            found[task] = store.find(task.problem, device)
+            jobs[task] = Job(task.problem, found[task].config, plan(task.problem, device), device)
+        except UnsupportedError as error:
+            failures[task] = str(error)
+    print(device.title)
+    if device.is_interpreter:
+        print("No GPU is used here, so nothing is compiled. --target sm_90 explains for a GPU.")
+    reports: dict[Job, Report | str] = {}
+    if not device.is_interpreter and not args.no_compile:
+        reports = compile_all(list(jobs.values()))
+    for task in tasks:
+        print()
+        print(f"call     {task}")
+        print(f"problem  {describe(task.problem)}")
+        if task in failures:
+            print(f"cannot run: {failures[task]}")
+        else:
+            _explain(task, found[task], jobs[task], reports.get(jobs[task]), device)
+    return 1 if failures or any(isinstance(report, str) for report in reports.values()) else 0
+
+
+def _explain(
+    task: Task, found: Found, job: Job, report: Report | str | None, device: Device
+) -> None:
+    splits = job.plan.num_splits
+    cut = f", of {job.plan.split_keys} keys each" if job.plan.split_keys else ""
+    print(f"plan     keys {f'in {splits} parts{cut}' if splits > 1 else 'in one part'}")
+    print(f"bucket   {task.family} {task.key}")
+    print(f"config   {space.describe(found.config)}")
+    print(f"from     {origin(found)}")
+    if report is None:
+        return
+    arch = f"sm_{device.arch}" if device.backend == "cuda" else device.arch
+    if isinstance(report, str):
+        print(f"binary   attention_kernel for {arch}: {report}")
+        return
+    spills = f"{report.spill_bytes} bytes spilled" if report.spill_bytes else "no spills"
+    if report.spills_in_loops:
+        spills += f", {report.spills_in_loops} instructions of it in loops"
+    columns = f", {report.tensor_memory} columns of tensor memory" if report.tensor_memory else ""
+    print(
+        f"binary   attention_kernel for {arch}: {report.registers} registers, "
+        f"{report.shared / 1024:.1f} of {device.shared_memory / 1024:.0f} KiB shared memory"
+        f"{columns}, {spills}"
+    )
+    if splits > 1:
+        print(f"         merge_kernel, which joins the {splits} parts")
+
+
+def origin(found: Found) -> str:
+    if found.entry is None:
+        return {
+            "heuristic": "the heuristic: no table has this bucket or one near it",
+            "forced": "a forced configuration",
+        }[found.origin]
+    times = f"{found.entry.us:.1f} µs, the default {found.entry.default_us:.1f} µs"
+    stale = ", measured with other kernels: a guess" if found.entry.is_stale else ""
+    made = f"{times}, {found.entry.date}{stale}"
+    if found.origin == "tuned":
+        return f"{found.table}: {made}"
+    kind = "the nearest bucket" if found.origin == "nearest" else "a related GPU's bucket"
+    return f"{found.table}, {kind}: {found.key} ({made})"
