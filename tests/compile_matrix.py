@@ -50,17 +50,18 @@ def device_of(target: str):
     return device.target(int(target) if target.isdigit() else target)
 
 
-def distinct(targets: Iterable[str], thin: bool) -> list[Job]:
+def distinct(targets: Iterable[str], thin: bool, names: Iterable[str] = ()) -> list[Job]:
     """One job for each binary."""
     import launches
 
     jobs = {}
     for target in targets:
         device = device_of(target)
-        whole = target in WHOLE and not thin
+        whole = names or (target in WHOLE and not thin)
         for case in launches.CORE + (launches.MORE if whole else []):
-            for index, launch in enumerate(case.launches(device)):
-                jobs.setdefault((target, launch.key), Job(target, case.name, index))
+            if not names or case.name in names:
+                for index, launch in enumerate(case.launches(device)):
+                    jobs.setdefault((target, launch.key), Job(target, case.name, index))
     return list(jobs.values())
 
 
@@ -123,13 +124,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS, metavar="ARCH")
     parser.add_argument("--thin", action="store_true", help="the core cases alone")
+    parser.add_argument("--cases", nargs="+", default=[], help="these alone", metavar="NAME")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--verbose", action="store_true", help="a line for each binary")
     options = parser.parse_args()
 
     import triton
 
-    jobs = distinct(options.targets, options.thin)
+    jobs = distinct(options.targets, options.thin, options.cases)
     print(f"triton {triton.__version__}: {len(jobs)} binaries", flush=True)
     results = {}
     with ProcessPoolExecutor(options.jobs) as pool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +15,14 @@ import pytest
 import torch
 
 from tritonattn import reference
-from tritonattn.bench import catalogue, peers
+from tritonattn.bench import catalogue, command, peers
 from tritonattn.bench.cases import FP8, Case, lognormal, select, tiny
 from tritonattn.bench.correctness import Oracle, Wrong, samples
+from tritonattn.bench.gpu import Facts
 from tritonattn.bench.inputs import build, copies
 from tritonattn.bench.peers import layouts
-from tritonattn.bench.report import FAILED, OK, OWN, SKIPPED, WRONG
+from tritonattn.bench.report import FAILED, OK, OWN, SKIPPED, WRONG, Report
+from tritonattn.bench.roofline import Ceilings
 from tritonattn.bench.session import run_case
 from tritonattn.bench.timing import Effort, Timing, measure
 from tritonattn.call import Call
@@ -243,7 +247,7 @@ def test_run_case_reports_every_peer_and_times_the_right_ones(device: torch.devi
     }
     clock = FakeClock()
     case = tiny(select(catalogue.ALL, ["smoke tiny decode"])[0])
-    row = run_case(case, device, everybody, 0, clock, SHORT)
+    row = run_case(case, device, everybody, 0, clock, replace(SHORT, rounds=1, host_loops=1))
     states = {name: result.status for name, result in row.results.items()}
     assert states == {OWN: OK, "right": OK, "half": WRONG, "unable": SKIPPED, "broken": FAILED}
     assert row.results["unable"].note == "has no way to do: cached keys"
@@ -383,3 +387,36 @@ def test_timing_noise_is_half_the_range_of_the_rounds():
     timing = Timing("graph", rounds=[[10.0, 10.0], [11.0, 11.0], [9.0, 10.0]])
     assert timing.median == 10.0
     assert timing.noise == pytest.approx((11.0 - 9.5) / 2 / 10.0)
+
+
+# A whole run, with a fake card
+
+
+def test_command_measures_checks_and_writes_a_report(
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    card = Facts("A card", "sm_00", 1, 1 << 30, 1)
+    monkeypatch.setattr(command, "interpreting", lambda: False)
+    monkeypatch.setattr(command, "current_device", lambda: device)
+    monkeypatch.setattr(command, "facts", lambda _: card)
+    monkeypatch.setattr(command, "GpuClock", lambda _: FakeClock())
+    monkeypatch.setattr(command, "measure_ceilings", lambda *_: Ceilings(4.0, 4.0, 700.0))
+    monkeypatch.setattr(command, "QUICK", replace(SHORT, host_loops=1))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    path = tmp_path / "report.json"
+    words = ["--case", "tiny decode", "--quick", "--rounds", "1", "--json", str(path)]
+    assert command.run(parser.parse_args([*words, "--against", "fa2,fa3"])) == 0
+    out = capsys.readouterr().out
+    assert "A card: 1 cases against fa2" in out
+    assert "[1/1] smoke tiny decode: tritonattn 500.0 µs" in out
+    report = Report.load(path)
+    assert report.device["name"] == "A card"
+    assert report.ceilings_after == Ceilings(4.0, 4.0, 700.0)
+    assert list(report.peers) == ["fa2", "fa3"]
+    (row,) = report.rows
+    assert row.us == 500.0
+    assert row.results["fa2"].status == SKIPPED

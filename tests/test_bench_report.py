@@ -128,14 +128,17 @@ def test_summary_has_means_and_least_ratios():
 
 def test_plot_draws_bars_and_sweeps(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    plots.plot(a_report(), tmp_path / "bars.png")
-    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    plots.plot(a_report(), tmp_path / "new" / "bars.png")
+    assert (tmp_path / "new" / "bars.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"cannot write 'bars\.doc'"):
+        plots.check(Path("bars.doc"))
 
 
 def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"tritonattn\[bench\]"):
-        plots.require_matplotlib()
+        plots.check(Path("bars.png"))
 
 
 # The command

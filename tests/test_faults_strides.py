@@ -92,7 +92,7 @@ def test_attention_offsets_into_a_float8_cache_are_64_bits_wide(function, device
         path, gen = Path(function), torch.Generator().manual_seed(0)
         memory = torch.empty(2_400_000_000 + 1000, dtype=torch.uint8, device=device)
         shape, strides = (3, 4, 1, 16), (1_200_000_000, 16, 16, 1)
-        caches = [memory[500 * i :].as_strided(shape, strides) for i in range(2)]
+        caches = [memory[512 * i :].as_strided(shape, strides) for i in range(2)]
         for cache in caches:
             values = torch.randn(shape, generator=gen).to(torch.float8_e4m3fn)
             cache.copy_(values.view(torch.uint8))
@@ -136,10 +136,10 @@ def test_attention_of_slices_of_a_fused_projection_equals_a_copy(path, device):
         args = (q, *args[1:])
     out = torch.empty(7, 6, 40, dtype=path.dtype, device=device)[:, 1:5, 8:24]
     result, lse = check(path, args, options | {"out": out})
-    copies = (x.contiguous() for x in args)
-    whole, whole_lse = path(*copies, **options, return_lse=True)
-    assert torch.equal(result, whole)
-    assert torch.equal(lse, whole_lse)
+    whole, whole_lse = check(path, tuple(x.contiguous() for x in args), options)
+    if path.small_tiles:  # the same tiles, so the same bits
+        assert torch.equal(result, whole)
+        assert torch.equal(lse, whole_lse)
 
 
 def positions(function):

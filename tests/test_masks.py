@@ -1,4 +1,4 @@
-"""The interval rule of ``kernels/masks.py`` against the predicate, over thousands of drawn masks and no attention kernel."""
+"""The interval rule of ``kernels/masks.py`` against the predicate, over thousands of masks."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,14 @@ DRAWN = 1024  # masks a case
 
 
 @triton.jit
-def ranges_kernel(drawn, found, N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHUNK: tl.constexpr):
+def ranges_kernel(
+    drawn,
+    found,
+    N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     offs = tl.arange(0, N)
     first_pos = tl.load(drawn + offs)
     last_pos = tl.load(drawn + N + offs)
@@ -45,7 +52,9 @@ def case(request, device):
     first_pos = start + num_keys - len_q
     drawn = np.stack([
         first_pos, first_pos + rows - 1, num_keys,
-        rng.integers(0, 25, DRAWN), rng.integers(0, 25, DRAWN) * rng.integers(0, 2, DRAWN), rng.integers(1, 30, DRAWN),
+        rng.integers(0, 25, DRAWN),
+        rng.integers(0, 25, DRAWN) * rng.integers(0, 2, DRAWN),  # 0, as a causal mask has, often
+        rng.integers(1, 30, DRAWN),
     ]).astype(np.int32)  # fmt: skip
     found = torch.zeros(6, DRAWN, dtype=torch.int32, device=device)
     ranges_kernel[(1,)](torch.from_numpy(drawn).to(device), found, DRAWN, *map(bool, request.param))
@@ -53,7 +62,7 @@ def case(request, device):
     for first, last, lk, left, right, chunk in drawn.T.tolist():
         lq = lk - first  # so that row 0 stands at ``first``
         window = (left if has_left else None, right if has_right else None)
-        seen = visible(lq, lk, False, window, chunk if has_chunk else None) if lq > 0 else torch.zeros(1, lk, dtype=torch.bool)
+        seen = visible(lq, lk, False, window, chunk if has_chunk else None)
         masks_.append(seen[: last - first + 1])
     return masks_, found.cpu().T.tolist()
 

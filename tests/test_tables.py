@@ -6,7 +6,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import random
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,19 +18,15 @@ import torch
 from tritonattn import device as devices
 from tritonattn import settings
 from tritonattn.api import paged_attention
-from tritonattn.call import Call
 from tritonattn.device import Device
-from tritonattn.inputs import TENSORS
-from tritonattn.problem import Problem
 from tritonattn.tuning import source, store, tables
-from tritonattn.tuning.build import build, named
+from tritonattn.tuning.build import build
 from tritonattn.tuning.config import KernelConfig
 from tritonattn.tuning.heuristics import heuristic
-from tritonattn.tuning.keys import FAMILIES, Key, distance, family_of, key_of
+from tritonattn.tuning.keys import FAMILIES, Key, key_of
 from tritonattn.tuning.models import PRESETS, Layer
 from tritonattn.tuning.tables import Entry, Table, TableError, TableWarning
-from tritonattn.tuning.tasks import Shape, Task, tasks
-from tritonattn.validate import validate
+from tritonattn.tuning.tasks import Shape, Task
 
 H200 = devices.target(90, name="NVIDIA H200", sm_count=132)
 LLAMA = PRESETS["llama3-8b"][0]
@@ -64,122 +59,6 @@ def entry(config: KernelConfig = OTHER, **changes: Any) -> Entry:
 def write(root: Path, config: KernelConfig = OTHER, gpu: Device = H200, **changes: Any) -> Path:
     key = changes.pop("key", KEY)
     return tables.merge(root, gpu, key.family, {key: entry(config, **changes)})
-
-
-# Keys
-
-
-def test_key_is_one_whatever_the_order_of_arguments() -> None:
-    task = Task(Layer(4, 2, 16, softcap=3.0), "decode", Shape(2, 1, 32))
-    args, options = build(task, torch.device("cpu"))
-    call = dict(zip(TENSORS["paged_attention"], args, strict=True)) | options
-    keys = set()
-    for seed in range(5):
-        names = list(call)
-        random.Random(seed).shuffle(names)
-        keys.add(key_of(validate(Call("paged_attention", **{name: call[name] for name in names}))))
-    assert len(keys) == 1
-
-
-@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_key_is_read_as_it_is_written(preset: str, cache_dtype: torch.dtype | None) -> None:
-    for task in tasks(PRESETS[preset], cache_dtype=cache_dtype, page_size=24):
-        assert Key.parse(task.family, str(task.key)) == task.key
-    for task in tasks(PRESETS[preset], batch_invariant=True):
-        assert Key.parse(task.family, str(task.key)) == task.key
-
-
-def test_key_has_buckets_and_classes_not_sizes() -> None:
-    for change in (
-        {"max_k": 5000}, {"max_k": 4097}, {"capacity_k": 1 << 20}, {"batch": 17, "total_q": 17},
-        {"page_size": 32}, {"has_sinks": True}, {"num_splits": 3}, {"out_dtype": torch.float32},
-    ):  # fmt: skip
-        assert key_of(dataclasses.replace(PROBLEM, **change)) == KEY, change
-    for change in (
-        {"max_k": 8193}, {"max_k": 4096}, {"total_q": 33}, {"page_size": 64}, {"page_size": 24},
-        {"has_softcap": True}, {"dtype": torch.float16}, {"group": 5},
-        {"cache_dtype": torch.float8_e5m2}, {"head_dim_v": 64},
-    ):  # fmt: skip
-        assert key_of(dataclasses.replace(PROBLEM, **change)) != KEY, change
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_key_of_batch_invariant_calls_does_not_depend_on_the_batch(family: str) -> None:
-    layer, problems = LLAMA, []
-    for batch, q, k in ((1, 1, 64), (1, 3, 8192), (64, 300, 100_000)):
-        q = 1 if family == "decode" else q
-        problem = Task(layer, family, Shape(batch, q, k), batch_invariant=True).problem
-        if family == "paged":
-            problem = dataclasses.replace(problem, is_decode=False)
-        problems.append(problem)
-    assert len({key_of(problem) for problem in problems}) == 1
-    assert family_of(problems[0]) == family
-    assert len({store.find(problem, H200) for problem in problems}) == 1
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        Layer(4, 2, 16), Layer(6, 2, 16, 24, window=5, sinks=True), Layer(2, 1, 32, softcap=2.0),
-        Layer(2, 2, 16, chunk=8, query_scale=True), Layer(3, 1, 16, alibi=True),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("causal", [True, False])
-def test_task_has_the_problem_that_its_call_makes(layer: Layer, causal: bool) -> None:
-    for family, shape in (
-        ("decode", Shape(3, 1, 33)), ("prefill", Shape(2, 9, 9)), ("prefix", Shape(2, 5, 21)),
-        ("paged", Shape(2, 3, 17)), ("paged", Shape(2, 1, 40, 7)), ("prefill", Shape(1, 4, 6)),
-    ):  # fmt: skip
-        task = Task(layer, family, shape, torch.float16, None, 8, causal)
-        call = Call(task.function, **named(task.function, build(task, torch.device("cpu"))))
-        made, expected = validate(call), task.problem
-        # Which dtypes the options' tensors have is known with the tensors alone.
-        made = dataclasses.replace(made, types=(), rows_aligned=expected.rows_aligned)
-        assert made == expected
-
-
-def test_distance_is_none_where_other_tiles_would_be_right() -> None:
-    assert distance(KEY, KEY) == 0
-    assert distance(KEY, KEY._replace(k=KEY.k + 2)) == 2
-    for change in (
-        {"family": "paged"}, {"dtype": "fp16"}, {"cache": "e5m2"}, {"head_dim": 64},
-        {"features": True}, {"invariant": True}, {"q": 3}, {"group": 32}, {"rows": 20, "k": 4},
-    ):  # fmt: skip
-        assert distance(KEY, KEY._replace(**change)) is None, change
-    assert distance(KEY, KEY._replace(page=1)) == distance(KEY._replace(page=1), KEY) == 2
-    assert distance(KEY, KEY._replace(page=0)) == distance(KEY._replace(page=0), KEY) == 2
-
-
-# The kernels' source
-
-
-def test_source_hash_changes_with_a_helper_and_not_with_a_comment(tmp_path: Path) -> None:
-    kernel, helper = tmp_path / "kernel.py", tmp_path / "inner" / "helper.py"
-    helper.parent.mkdir()
-    kernel.write_text("from .inner import helper\n")
-    helper.write_text('"""Doc."""\n\ndef f(x):\n    """Doc."""\n    return x + 1  # why\n')
-    before = source.hash_of(tmp_path)
-    helper.write_text('def f(x):\n    "Other."\n    # because\n    return (x +\n            1)\n')
-    assert source.hash_of(tmp_path) != before  # parentheses are code
-    helper.write_text('def f(x):\n    "Other."\n\n    # because\n    return x + 1\n')
-    assert source.hash_of(tmp_path) == before
-    helper.write_text("def f(x):\n    return x + 2\n")
-    assert source.hash_of(tmp_path) != before
-    helper.rename(tmp_path / "inner" / "renamed.py")
-    assert source.hash_of(tmp_path) != before
-
-
-def test_entry_of_other_kernels_is_a_guess_with_one_warning(places) -> None:
-    write(places[0], source="0" * 12)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert store.find(PROBLEM, H200)[:2] == (OTHER, "tuned")
-        store.find(dataclasses.replace(PROBLEM, max_k=5000), H200)
-        store.forget()
-        store.find(PROBLEM, H200)
-    assert [w.category for w in said] == [TableWarning]
-    assert "other kernels" in str(said[0].message)
 
 
 # Files
@@ -300,20 +179,6 @@ def test_entry_that_is_not_valid_is_left_out_and_the_others_stay(places, kind: s
     assert found[:2] == (THIRD, "nearest")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "x" * 1000, "bf16", str(KEY) + " ", str(KEY).replace("q1", "q3"),
-        str(KEY).replace("d128", "d0128"), str(KEY).replace("d128", "d128/128"),
-        str(KEY).replace("d128", "d" + "9" * 500), str(KEY).replace("causal", "casual"),
-        str(KEY).replace("page16", "page٣"),
-    ],
-)  # fmt: skip
-def test_bucket_that_no_key_writes_is_left_out(text: str) -> None:
-    with pytest.raises(ValueError, match="no bucket"):
-        Key.parse("decode", text)
-
-
 def test_entry_that_the_call_cannot_run_is_not_used(places) -> None:
     small = dataclasses.replace(H200, shared_memory=24_000)
     huge = KernelConfig(64, 128, 4, 8, 6)
@@ -327,6 +192,18 @@ def test_entry_that_the_call_cannot_run_is_not_used(places) -> None:
 
 
 # Looking
+
+
+def test_entry_of_other_kernels_is_a_guess_with_one_warning(places) -> None:
+    write(places[0], source="0" * 12)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert store.find(PROBLEM, H200)[:2] == (OTHER, "tuned")
+        store.find(dataclasses.replace(PROBLEM, max_k=5000), H200)
+        store.forget()
+        store.find(PROBLEM, H200)
+    assert [w.category for w in said] == [TableWarning]
+    assert "other kernels" in str(said[0].message)
 
 
 def test_lookup_goes_from_the_bucket_to_the_nearest_to_a_sibling_to_the_heuristic(places) -> None:
@@ -419,7 +296,7 @@ def test_call_reads_no_table_under_the_interpreter(places, device: torch.device)
     write(places[0], gpu=dataclasses.replace(H200, name=devices.INTERPRETER.name)).write_bytes(b"{")
     args, options = build(Task(Layer(2, 1, 16), "decode", Shape(1, 1, 8)), device)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", TableWarning)
         paged_attention(*args, **options)
 
 
@@ -538,8 +415,3 @@ def test_force_refuses_what_cannot_run() -> None:
         pytest.raises(RuntimeError, match="registers"),
     ):
         store.lookup(PROBLEM, H200)
-
-
-def test_problem_has_a_family() -> None:
-    problems: list[Problem] = [task.problem for task in tasks([LLAMA])]
-    assert {family_of(problem) for problem in problems} == set(FAMILIES)

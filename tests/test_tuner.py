@@ -1,31 +1,25 @@
-"""The tuner with a clock that tells what it is told, and with real kernels on small inputs."""
+"""The search, with a clock that tells what it is told."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
+from tuner import CANDIDATES, DEFAULT, FINE, H200, TASK, Fake, best_is, user_tables  # noqa: F401 -- a fixture
 
-from tritonattn import ArgumentValueError, UnsupportedError, api, binaries, launch, settings
+from tritonattn import UnsupportedError
 from tritonattn import device as devices
-from tritonattn.inputs import cumulative
-from tritonattn.plan import plan
 from tritonattn.tuning import space, store, tables
-from tritonattn.tuning.build import small_case
 from tritonattn.tuning.compile import Report
 from tritonattn.tuning.config import KernelConfig, invalid
 from tritonattn.tuning.heuristics import heuristic
-from tritonattn.tuning.models import PRESETS, Layer
+from tritonattn.tuning.models import PRESETS
 from tritonattn.tuning.run import compare_all, tune_all
 from tritonattn.tuning.search import (
     SWITCH,
@@ -35,74 +29,9 @@ from tritonattn.tuning.search import (
     TuningError,
     tune,
 )
-from tritonattn.tuning.tasks import Shape, Task, tasks
-from tritonattn.tuning.trials import Trials, job_of, wall_timer
-from tritonattn.tuning.workers import Job, compile_all
-from tritonattn.warmup import choices, warmup
+from tritonattn.tuning.tasks import Task, tasks
 
-H200 = devices.target(90, name="NVIDIA H200", sm_count=132)
-TASK = Task(PRESETS["llama3-8b"][0], "decode", Shape(32, 1, 8192))
-CANDIDATES = space.candidates(TASK.problem, H200)
-DEFAULT = CANDIDATES[0]
-FINE = Report(shared=50_000, registers=128, spill_bytes=0)
-
-
-@pytest.fixture(autouse=True)
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the user's tables, empty; none are shipped."""
-    monkeypatch.setattr(settings, "CACHE_DIR", str(tmp_path / "user"))
-    monkeypatch.setattr(store, "PACKAGE", tmp_path / "package")
-    monkeypatch.setattr(store, "_unsaved", {})
-    monkeypatch.setattr(tables, "_said", set())
-    store.forget()
-    yield tmp_path / "user"
-    store.forget()
-
-
-@dataclasses.dataclass
-class Fake:
-    """A backend whose kernels take ``us`` and are what ``report`` and ``wrong`` say."""
-
-    us: Callable[[KernelConfig], float] = lambda _: 10.0
-    report: Callable[[KernelConfig], Report | str] = lambda _: FINE
-    wrong: Callable[[KernelConfig], str] = lambda _: ""
-    compiled: list[KernelConfig] = dataclasses.field(default_factory=list)
-    checked: list[KernelConfig] = dataclasses.field(default_factory=list)
-    timed: list[KernelConfig] = dataclasses.field(default_factory=list)
-    is_open: bool = False
-    was_closed: bool = False
-
-    def compile(
-        self, task: Task, configs: Sequence[KernelConfig]
-    ) -> Generator[tuple[KernelConfig, Report | str], None, None]:
-        try:
-            for config in random.Random(1).sample(configs, len(configs)):
-                self.compiled.append(config)
-                yield config, self.report(config)
-        finally:
-            self.was_closed = True
-
-    @contextlib.contextmanager
-    def session(self, task: Task) -> Iterator[Fake]:
-        self.is_open = True
-        try:
-            yield self
-        finally:
-            self.is_open = False
-
-    def check(self, config: KernelConfig) -> str:
-        assert self.is_open
-        self.checked.append(config)
-        return self.wrong(config)
-
-    def time(self, config: KernelConfig) -> float:
-        assert self.is_open
-        self.timed.append(config)
-        return self.us(config)
-
-
-def best_is(best: KernelConfig, us: float = 5.0) -> Callable[[KernelConfig], float]:
-    return lambda config: us if config == best else 10.0
+pytestmark = pytest.mark.usefixtures("user")
 
 
 # Choosing
@@ -358,231 +287,3 @@ def test_config_that_needs_more_registers_than_there_are_is_invalid_for_all() ->
     assert spills not in space.candidates(prefill, H200)
     amd = dataclasses.replace(devices.target("gfx942"), shared_memory=H200.shared_memory)
     assert not invalid(spills, prefill, amd)
-
-
-# Real kernels, small inputs
-
-
-SMALL = Task(Layer(4, 2, 16), "decode", Shape(2, 1, 40), torch.float16, page_size=8)
-SIMPLE = KernelConfig(16, 16, 2, 4, 1)
-
-
-def test_trials_apply_a_call_once_however_often_it_is_timed(device: torch.device) -> None:
-    trials = Trials(SMALL, device, wall_timer, copies=2)
-    before = [[x.clone() for x in args] for args, _ in trials.calls]
-    args, options = trials.calls[0]
-    once = api.paged_attention(*args, **(options | {"out": None})).clone()
-    assert trials.check(SIMPLE) == ""
-    for _ in range(3):
-        assert trials.time(SIMPLE) > 0
-    for (args, options), kept in zip(trials.calls, before, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(args, kept, strict=True))
-        assert options["out"].isfinite().all()
-    assert torch.allclose(trials.calls[0][1]["out"], once, atol=1e-3)
-    with pytest.raises(UnsupportedError):
-        trials.check(KernelConfig(16, 16, 4, 4, 1))  # more heads than a KV head has
-
-
-@pytest.mark.parametrize("family", ["decode", "prefill"])
-def test_trials_refuse_half_an_output_though_another_wrote_all_of_it(
-    family: str, device: torch.device
-) -> None:
-    task = dataclasses.replace(SMALL, family=family, shape=Shape(2, 1 + (family != "decode"), 40))
-    trials = Trials(task, device, wall_timer, copies=1)
-    whole, half = KernelConfig(128, 64, 2, 4, 1), KernelConfig(128, 128, 2, 4, 1)
-    real = trials.function
-    size = [0]
-
-    def lazy(*args, out: torch.Tensor, **options) -> None:
-        if store.forced() != half or len(out) < size[0]:
-            real(*args, out=out, **options)
-            return
-        written = out.clone()
-        real(*args, out=written, **options)
-        out[: len(out) // 2] = written[: len(out) // 2]
-
-    trials.function = lazy
-    assert trials.check(whole) == ""
-    assert "nan" in trials.check(half)
-    assert trials.check(whole) == ""
-    trials._small.wrong = lambda _: ""  # type: ignore[method-assign]
-    assert "not finite at full size" in trials.check(half)
-
-
-def test_trials_refuse_wrong_values(device: torch.device) -> None:
-    trials = Trials(SMALL, device, wall_timer, copies=1)
-    real = trials.function
-    trials.function = lambda *args, out, **options: real(*args, out=out, **options).mul_(1.01)
-    assert "off by" in trials.check(SIMPLE)
-
-
-def test_small_case_runs_the_binary_that_is_timed() -> None:
-    """Split keys or not, and every option: another binary would be checked otherwise."""
-    for preset in PRESETS.values():
-        for task in tasks(preset):
-            case = small_case(task, H200)
-            splits = case.options.get("num_splits", 1)
-            assert (splits > 1) == (plan(task.problem, H200).num_splits > 1)
-            assert set(task.scalars) <= set(case.options)
-            assert job_of(task, DEFAULT, H200).plan.num_splits == min(splits, 2)
-
-
-def test_tuning_is_no_part_of_a_call() -> None:
-    code = (
-        "import sys, torch, tritonattn\n"
-        "q, k, v = torch.randn(3, 4, 1, 16)\n"
-        "starts = torch.tensor([0, 4], dtype=torch.int32)\n"
-        "tritonattn.varlen_attention(q, k, v, starts, starts)\n"
-        "loaded = {n for n in sys.modules if n.startswith('tritonattn.')}\n"
-        "unwanted = ('search', 'trials', 'run', 'workers', 'cli', 'commands', 'bench', 'warmup')\n"
-        "print([n for n in loaded if n.split('.')[1:2] + n.split('.')[2:] and\n"
-        "       any(part in unwanted for part in n.split('.'))])\n"
-    )
-    env = os.environ | {"TRITON_INTERPRET": "1", "TRITONATTN_QUIET": "1"}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.stdout.strip() == "[]", run.stdout + run.stderr
-
-
-# Compiling in processes
-
-
-class Bomb:
-    """Ends the process that unpickles it, as a crash in the compiler would."""
-
-    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
-        return os._exit, (1,)
-
-
-def test_compile_all_survives_a_crash_and_reports_errors() -> None:
-    good = job_of(SMALL, SIMPLE, devices.target(80))
-    bad = good._replace(config=KernelConfig(16, 8, 2, 4, 1))  # tl.dot wants 16
-    bomb = Job(Bomb(), SIMPLE, good.plan, good.device)  # type: ignore[arg-type]
-    found = compile_all([bomb, good, bad], processes=2)
-    assert found[bomb] == "crashed the compiler"
-    report = found[good]
-    assert isinstance(report, Report)
-    assert 0 < report.registers <= 255
-    assert isinstance(found[bad], str)
-    assert "crashed" not in found[bad]
-    assert compile_all([]) == {}
-
-
-# Warming up
-
-
-@pytest.mark.parametrize(
-    ("family", "bounds"),
-    [
-        ("decode", (256, 1, 100_000, 256)),
-        ("paged", (8, 512, 9000, 2048)),
-        ("prefill", (9, 300, 700, 2700)),
-    ],
-)
-@pytest.mark.parametrize("is_tuned", [False, True])
-def test_warmup_covers_every_length_up_to_its_bounds(
-    family: str, bounds: tuple[int, int, int, int], is_tuned: bool
-) -> None:
-    layer = PRESETS["qwen2-7b"][0]
-    problem = next(t for t in tasks([layer]) if t.family == family).problem
-    if is_tuned:
-        rng = random.Random(5)
-        for task in tasks([layer], [family]):
-            found = space.candidates(task.problem, H200)
-            entry = tune(task, H200, Fake(best_is(rng.choice(found)))).entry()
-            store.record(H200, {task.key: entry})
-    most_batch, most_q, most_k, most_total = bounds
-    covered = set(choices(problem, H200, *bounds))
-    assert len(covered) > 1
-    rng = random.Random(0)
-    for _ in range(1500):
-        total_q = rng.choice((rng.randint(1, most_total), rng.randint(1, min(most_total, 70))))
-        max_q = rng.choice((total_q, min(total_q, 1 << rng.randint(0, (most_q - 1).bit_length()))))
-        max_q = 1 if family == "decode" else max_q
-        fewest = -(-total_q // min(max_q, most_q))
-        batch = rng.randint(fewest, max(fewest, min(total_q, most_batch)))
-        max_k = rng.choice((rng.randint(1, most_k), rng.randint(1, 1000)))
-        max_k *= most_batch if family == "prefill" and rng.random() < 0.5 else 1
-        sized = dataclasses.replace(
-            problem, batch=batch, total_q=total_q, max_q=max_q, max_k=max_k, capacity_k=max_k
-        )
-        splits = min(2, plan(sized, H200).num_splits)
-        assert (store.find(sized, H200).config, splits) in covered, sized
-
-
-def test_warmup_launches_what_later_calls_launch() -> None:
-    """Calls as on an H200, listed and not run: after warming up none has a new binary."""
-    launched: set[tuple] = set()
-
-    def record(kernel, grid, args, constants, options, *_) -> None:
-        launched.add((kernel, tuple(constants.values()), binaries._signature(args), options))
-
-    dtype = torch.bfloat16
-    layer = {"dtype": dtype, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-    with (
-        mock.patch.object(binaries, "launch", record),
-        mock.patch.object(devices, "describe", return_value=H200),
-    ):
-        launch.forget()
-        options = {"sinks": True, "k_scale": True, "block_table": torch.zeros(1, dtype=torch.int64)}
-        cache = {"page_size": 16, "cache_dtype": torch.float8_e4m3fn}
-        warmup("paged_attention", **layer, **cache, max_batch=40, max_seqlen_k=2000, **options)
-        warmup("write_kv_cache", dtype=dtype, num_kv_heads=2, head_dim=64, page_size=16)
-        warmup(api.varlen_attention, **layer, max_batch=3, max_seqlen_q=50, max_seqlen_k=50,
-               return_lse=True, window_size=(7, 0))  # fmt: skip
-        known = set(launched)
-        assert len(known) > 4
-        rng = random.Random(0)
-        for _ in range(60):
-            batch, k = rng.randint(1, 40), rng.randint(1, 2000)
-            pages = -(-k // 16)
-            pool = torch.zeros(1, 16, 2, 64, dtype=torch.float8_e4m3fn).expand(
-                batch * pages, -1, -1, -1
-            )
-            table = torch.zeros(batch, pages, dtype=torch.int64)
-            api.paged_attention(
-                torch.empty(batch, 8, 64, dtype=dtype), pool, pool, table,
-                torch.zeros(batch, dtype=torch.int32), sinks=torch.zeros(8, dtype=dtype),
-                k_scale=torch.ones(2), max_seqlen_k=rng.choice((None, k)),
-            )  # fmt: skip
-            lens = [rng.randint(1, 50) for _ in range(rng.randint(1, 3))]
-            q, k_new = (torch.empty(sum(lens), n, 64, dtype=dtype) for n in (8, 2))
-            api.varlen_attention(
-                q, k_new, k_new, cumulative(lens), cumulative(lens), return_lse=True,
-                window_size=(99, 0), max_seqlen_q=rng.choice((None, max(lens))),
-            )  # fmt: skip
-        launch.forget()
-    assert launched == known
-
-
-def test_warmup_does_nothing_under_the_interpreter_and_says_so(
-    device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.type == "cuda":
-        pytest.skip("kernels are compiled here")
-    monkeypatch.setattr(settings, "QUIET", False)
-    layer = {"dtype": torch.float16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    assert warmup("paged_attention", **layer, max_seqlen_k=99) == 0
-    assert "interpreter" in capsys.readouterr().err
-
-
-def test_warmup_refuses_what_is_no_function_or_size() -> None:
-    with pytest.raises(ArgumentValueError, match="paged_attention"):
-        warmup("flash", dtype=torch.float16, num_kv_heads=1, head_dim=16)
-    with pytest.raises(ArgumentValueError, match="max_batch"):
-        warmup("varlen_attention", dtype=torch.float16, num_heads=1, num_kv_heads=1, head_dim=16,
-               max_batch=0)  # fmt: skip
-
-
-@pytest.mark.gpu
-def test_warmup_leaves_nothing_to_compile(device: torch.device) -> None:
-    layer = {"dtype": torch.float16, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-    assert warmup("paged_attention", **layer, max_batch=16, max_seqlen_k=3000) > 0
-    before = binaries.count()
-    for batch, k in ((1, 1), (1, 3000), (7, 700), (16, 3000), (16, 20)):
-        pages = -(-k // 16)
-        pool = torch.randn(batch * pages, 16, 2, 64, dtype=torch.float16, device=device)
-        table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-        q = torch.randn(batch, 8, 64, dtype=torch.float16, device=device)
-        lens = torch.full((batch,), k, dtype=torch.int32, device=device)
-        api.paged_attention(q, pool, pool, table, lens)
-    assert binaries.count() == before

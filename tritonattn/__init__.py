@@ -1,4 +1,4 @@
-"""Attention for LLM inference in Triton: variable-length prefill, prefix-cache attention and paged decode."""
+"""Attention for LLM inference in Triton: varlen prefill, prefix-cache attention, paged decode."""
 
 from .api import paged_attention, prefix_attention, varlen_attention
 from .errors import ArgumentTypeError, ArgumentValueError, TritonAttnError, UnsupportedError

@@ -1,7 +1,8 @@
 """The exceptions, and the one place that words a message.
 
 A message names the function and the argument, the rule, what came, and the way out:
-``paged_attention: block_table must be int32 or int64 [batch, max_pages]; got float32 [8, 40]. Pass block_table.int().``
+``paged_attention: block_table must be int32 or int64 [batch, max_pages]; got float32 [8, 40]. Pass
+block_table.int().``
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def describe(value: object) -> str:
-    """What came, in a message's words: ``float32 [8, 40]`` for a tensor, the repr for anything else."""
+    """What came, in a message's words: ``float32 [8, 40]`` for a tensor, else the repr."""
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)} {list(value.shape)}"
     return repr(value)

@@ -33,8 +33,8 @@ def enable() -> None:
         _redecorate_library()
     if not settings.QUIET:
         print(
-            "tritonattn: no GPU found, so kernels run on the CPU through Triton's interpreter: right, "
-            "but slow. Set TRITONATTN_QUIET=1 to silence this notice.",
+            "tritonattn: no GPU found, so kernels run on the CPU through Triton's interpreter: "
+            "right, but slow. Set TRITONATTN_QUIET=1 to silence this notice.",
             file=sys.stderr,
         )
 

@@ -3,8 +3,8 @@
 ``TRITONATTN_CHECK=1``      check device values (page ids, lengths, slots): every call synchronises
 ``TRITONATTN_QUIET=1``      no notices on stderr
 ``TRITONATTN_CACHE_DIR``    where the user's own tuned tables live
-``TRITON_INTERPRET``        Triton's own switch: 0 forbids its interpreter, 1 asks for it, unset: used
-                            where there is no GPU
+``TRITON_INTERPRET``        Triton's own switch: 0 forbids its interpreter, 1 asks for it; unset, it
+                            is used where there is no GPU
 """
 
 from __future__ import annotations

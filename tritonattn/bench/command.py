@@ -19,7 +19,7 @@ from ..device import interpreting
 from . import catalogue, peers, plots, tables
 from .cases import Case, select, tiny
 from .compare import compare
-from .gpu import GpuClock, facts, free_memory, versions
+from .gpu import GpuClock, current_device, facts, free_memory, versions
 from .progress import Progress, show
 from .report import FAILED, OWN, WRONG, Report
 from .roofline import measure_ceilings
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         base = Report.load(args.base) if args.base else None
         if args.plot:
-            plots.require_matplotlib()
+            plots.check(args.plot)
         if args.show:
             return _conclude(Report.load(args.show), base, args)
         cases = _cases(args.case)
@@ -76,7 +76,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if interpreting():
         return _interpret(cases)
-    return _measure(cases, names, base, args)
+    try:
+        return _measure(cases, names, base, args)
+    except OSError as error:
+        print(f"tritonattn bench: {error}", file=sys.stderr)
+        return 2
 
 
 def _cases(patterns: Sequence[str] | None) -> list[Case]:
@@ -115,7 +119,7 @@ def _interpret(cases: Sequence[Case]) -> int:
 def _measure(
     cases: Sequence[Case], names: Sequence[str], base: Report | None, args: argparse.Namespace
 ) -> int:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = current_device()
     clock, card = GpuClock(device), facts(device)
     effort = QUICK if args.quick else Effort()
     if args.rounds is not None:
@@ -128,6 +132,8 @@ def _measure(
         settings={"cases": args.case, "effort": asdict(effort), "checked_only": args.check},
         peers=notes,
     )
+    if args.json:
+        report.save(args.json)  # now, so that a place that cannot be written is known at once
     print(f"{card.name}: {len(cases)} cases against {', '.join(modules) or 'nobody'}", flush=True)
     _compile_ahead(cases, modules, device, notes)
     stopped = False

@@ -18,6 +18,10 @@ from .timing import Run
 FALLBACK_L2 = 64 << 20  # bytes, where torch does not tell
 
 
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 class GpuClock:
     """Times the current stream of a GPU."""
 

@@ -10,19 +10,22 @@ from .report import OWN, Report, Row
 SWEEP = "sweep"
 
 
-def require_matplotlib() -> None:
-    """ImportError with the way out, before anything is measured."""
+def check(path: Path) -> None:
+    """ImportError or ValueError if ``plot`` could not write there: before anything is measured."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "--plot needs matplotlib, which is in the extra bench: pip install 'tritonattn[bench]'"
         ) from error
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds:
+        raise ValueError(f"--plot cannot write {str(path)!r}: its kind must be of {sorted(kinds)}")
 
 
 def plot(report: Report, path: Path) -> None:
     """Write one picture with a panel for each group that has figures."""
-    require_matplotlib()
+    check(path)
     from matplotlib.figure import Figure
 
     groups: dict[str, list[Row]] = {}
@@ -43,6 +46,7 @@ def plot(report: Report, path: Path) -> None:
             _limit(axes, report, rows)
             axes.set_title(group, loc="left")
             axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 

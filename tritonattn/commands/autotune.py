@@ -184,9 +184,11 @@ def _shower(bar: Bar, done: Callable[[], int]) -> Callable[[Progress], None]:
 
     def show(progress: Progress) -> None:
         rate = progress.configs / max(1e-9, time.monotonic() - began)
+        best = f"best {progress.best}, " if progress.best else ""
+        task = progress.task
+        what = f"{task.family} {task.shape}: " if task else ""
         within = f"{progress.step} {progress.done}/{progress.total}"
-        best = f"; best {progress.best}" if progress.best else ""
-        bar.at(done(), f"{progress.task}: {within}; {rate:.1f} configs/s{best}")
+        bar.at(done(), f"{rate:.1f} configs/s; {what}{best}{within}")
 
     return show
 

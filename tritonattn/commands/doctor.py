@@ -53,9 +53,12 @@ def _findings(no_run: bool) -> Iterator[Finding]:
     yield from _guarded("torch", _torch)
     triton = list(_triton())
     yield from triton
-    yield from _guarded("machine", _machine)
-    yield from _guarded("tables", _tables)
-    if no_run or any(finding.status == WRONG for finding in triton):
+    machine = list(_guarded("machine", _machine))
+    yield from machine
+    can_run = not any(finding.status == WRONG for finding in (*triton, *machine))
+    if not any(finding.status == WRONG for finding in machine):
+        yield from _guarded("tables", _tables)
+    if no_run or not can_run:
         yield Finding("kernels", NOTE, "none was run")
         return
     for family in ("prefill", "prefix", "decode", "paged"):

@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import triton  # noqa: F401 -- without which every call would be a failure
+
     from .. import strategies
     from ..testing import check
 

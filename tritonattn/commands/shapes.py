@@ -9,7 +9,7 @@ import torch
 
 from .. import device as devices
 from ..device import SHARED_MEMORY, Device
-from ..errors import ArgumentValueError
+from ..errors import ArgumentValueError, UnsupportedError
 from ..problem import FP8_FORMATS
 from ..tuning.keys import DTYPES, FAMILIES
 from ..tuning.models import PRESETS, Layer
@@ -108,6 +108,11 @@ def here() -> tuple[torch.device, Device]:
     """Where tensors go on this machine, and what it is."""
     if devices.interpreting():
         return torch.device("cpu"), devices.INTERPRETER
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "there is no GPU, and TRITON_INTERPRET=0 forbids the interpreter: unset it, or give "
+            "--target to a command that has it"
+        )
     where = torch.device("cuda", torch.cuda.current_device())
     return where, devices.describe(where)
 

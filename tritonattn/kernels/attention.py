@@ -226,8 +226,14 @@ def store_rows(output, acc, lse, split, token, head, row_ok, SPEC):
     rows += token.to(tl.int64) * output.stride_token
     store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
     if SPEC.HAS_LSE:
-        lse_rows = output.lse + split * output.stride_lse_split + head * output.stride_lse_head
-        tl.store(lse_rows + token, lse, mask=row_ok)
+        store_lse(output, lse, split, token, head, row_ok)
+
+
+@triton.jit
+def store_lse(output, lse, split, token, head, row_ok):
+    lse_rows = output.lse + split.to(tl.int64) * output.stride_lse_split
+    lse_rows += head * output.stride_lse_head
+    tl.store(lse_rows + token, lse, mask=row_ok)
 
 
 @triton.jit
@@ -319,6 +325,11 @@ def attention_kernel(
         share = tl.cdiv(num_tiles, num_splits)
     low = tl.maximum(low, (first_tile + split * share) * SPEC.BLOCK_N)
     high = tl.minimum(high, (first_tile + (split + 1) * share) * SPEC.BLOCK_N)
+
+    if (split > 0) & (low >= high):  # an empty part: its output is never read
+        if SPEC.HAS_LSE:
+            store_lse(output, nothing, split, token, head, row_ok)
+        return
 
     q_rows = q.ptr + token.to(tl.int64) * q.stride_token + head * q.stride_head
     q_tile = load_tile(q_rows, row_ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)

@@ -17,7 +17,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(y, IS_EXACT: tl.constexpr):
-    """To some 1e-7, absolute; if IS_EXACT, relative, by Cephes' polynomial where the first form loses digits."""
+    """To some 1e-7, absolute; if IS_EXACT relative, by Cephes' polynomial near 0."""
     # 1 - 2 / (e^2y + 1) has no inf / inf at either end.
     result = 1.0 - 2.0 / (tl.math.exp2(y * (2.0 * LOG2E)) + 1.0)
     if IS_EXACT:

@@ -101,6 +101,8 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
             return max(queries, n * max(d, dv) * itemsize, probabilities)
         return max(queries, (stages - 1) * keys + probabilities)
 
+    if not has_tensor_cores(device):  # operands widened to float32, and no copies in flight
+        return 4 * (m * d + n * max(d, dv) + m * n) + 1024
     # Copies in flight: wgmma still reads a tile while the next ones arrive.  Behind a look-up of
     # page ids, which is a stage of its own, half as many.
     if has_warpgroup_mma(device) and itemsize == 2 and m >= 64 and config.num_warps >= 4:
@@ -113,6 +115,11 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
         flight = max(packed, paged) * keys
     tree = 4 * m * n if problem.mask.has_tree else 0
     return queries + flight + probabilities + tree + 1024
+
+
+def has_tensor_cores(device: Device) -> bool:
+    """Whether Triton multiplies 16-bit numbers on tensor cores; it leaves those of sm_75 alone."""
+    return device.backend != "cuda" or not isinstance(device.arch, int) or device.arch >= 80
 
 
 def has_warpgroup_mma(device: Device) -> bool:

@@ -17,7 +17,14 @@ import torch
 from ..device import Device
 from ..errors import UnsupportedError, dtype_name
 from ..problem import Problem
-from .config import KernelConfig, blocks, has_warpgroup_mma, invalid, whole_block
+from .config import (
+    KernelConfig,
+    blocks,
+    has_tensor_cores,
+    has_warpgroup_mma,
+    invalid,
+    whole_block,
+)
 
 SHORT = 64  # rows up to which a call waits for memory
 MANY = 1 << 20
@@ -47,79 +54,75 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
         config = KernelConfig(tile.rows, tile.keys, min(pack, tile.rows), tile.warps, tile.stages)
         if not invalid(config, problem, device):
             return config
-    dims = f"head_dim {problem.head_dim} and values of {problem.head_dim_v}"
+    way_out = "float16 or bfloat16, or " if problem.dtype == torch.float32 else ""
     raise UnsupportedError(
-        f"{problem.function}: {dims} in {dtype_name(problem.dtype)} need more shared memory than "
-        f"{device.title} has ({device.shared_memory} bytes), however small the tile. "
-        "Use float16 or bfloat16, or a smaller head_dim."
+        f"{problem.function}: head_dim {problem.head_dim} and values of {problem.head_dim_v} in "
+        f"{dtype_name(problem.dtype)} need more shared memory than {device.title} has "
+        f"({device.shared_memory} bytes), however small the tile. Use {way_out}smaller heads."
     )
 
 
-def _best(problem: Problem, device: Device, rows: int) -> tuple[Tile, ...]:
-    """What to try in order; ``rows``: (token, head) pairs that read the same keys."""
+def _best(problem: Problem, device: Device, rows: int) -> Tile:
+    """``rows``: (token, head) pairs that read the same keys."""
     width = max(sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v))
-    if problem.dtype == torch.float32:
-        return _float32(device, width, rows)
     if device.backend == "hip":
-        return (_hip(device, width, rows),)
+        return _hip(problem, device, width, rows)
+    if problem.dtype == torch.float32 or not has_tensor_cores(device):
+        return _plain(problem, device, width, rows)
     # What takes registers beside the products: a tree's look-ups, float8 on its way to 16 bits.
     has_tree, has_fp8 = problem.mask.has_tree, problem.cache_format != ""
-    short = rows <= SHORT
     if width > 256:
-        tile = Tile(min(32, _tile_rows(rows)), 32, 8, 2)
-    elif short:
+        return Tile(_up_to(32, rows), 32, 8, 2)
+    if has_tree:
+        return Tile(_up_to(32 if has_fp8 else 64, rows), 32, 8 if rows > 16 else 4, 3)
+    if rows <= SHORT:
         warps = 8 if rows > 32 or width > 128 else 4
-        tile = Tile(_tile_rows(rows), 32 if has_tree else 64, warps, 4 if width <= 128 else 3)
-    elif has_warpgroup_mma(device):
-        if has_tree:
-            tile = Tile(64, 32, 8, 2)
-        elif width <= 64 and device.arch == 90:
-            tile = Tile(64, 64, 4, 2)
-        else:
-            tile = Tile(128, 64, 8, 3 if width <= 128 else 2)
-    # Elsewhere queries and scores sit in registers beside the sums.
-    elif width <= 64 and not has_tree:
-        tile = Tile(64, 64, 4, 3)
-    else:
-        tile = Tile(64 if width > 128 or has_tree or has_fp8 else 128, 32, 8, 2)
-    return (tile,)
-
-
-def _hip(device: Device, width: int, rows: int) -> Tile:
-    if device.warp_size == 32:
-        # RDNA's products want each operand twice, in both halves of a warp.
-        return Tile(min(64, _tile_rows(rows)), 32 if width <= 64 else 16, 8, 1)
-    # With 4 warps, one on each SIMD, a thread may have all of 512 registers.
+        return Tile(_up_to(64, rows), 64, warps, 4 if width <= 128 else 3)
+    if width <= 64 and device.arch != 100:
+        return Tile(64, 64, 4, 2)
     if width <= 128:
-        return Tile(_tile_rows(rows), 64, 4, 2)
-    return Tile(min(64 if width <= 256 else 16, _tile_rows(rows)), 32, 4, 1)
+        return Tile(128, 32 if has_fp8 and not has_warpgroup_mma(device) else 64, 8, 3)
+    return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2)
 
 
-def _float32(device: Device, width: int, rows: int) -> tuple[Tile, ...]:
-    if device.backend == "hip":
-        return (Tile(16, 16, 4, 1) if device.warp_size == 32 else Tile(min(64, _tile_rows(rows)), 32, 4, 1),)
-    # No tensor core multiplies float32 exactly: plain multiplications, unrolled along the dims, and
-    # few threads on a large tile spill.
-    narrow = (Tile(16, 64, 8, 2), Tile(16, 16, 4, 2))
-    if rows <= 16 or width > 128:
-        return narrow
-    return (Tile(64, 32, 8, 2) if width <= 64 else Tile(64, 64, 16, 2), *narrow)
+def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:
+    is_float32 = problem.dtype == torch.float32
+    if device.warp_size == 32:
+        if is_float32:
+            return Tile(16, 16, 4, 1)
+        # RDNA's products want each operand twice, in both halves of a warp.
+        return Tile(_up_to(64, rows), 32 if width <= 64 else 16, 8, 1)
+    # With 4 warps, one on each SIMD, a thread may have all of 512 registers.
+    if is_float32 or width > 128:
+        return Tile(_up_to(64 if width <= 256 else 16, rows), 32, 4, 1)
+    return Tile(_up_to(128, rows), 64, 4, 2)
 
 
-def _smaller(tiles: tuple[Tile, ...]) -> Iterator[Tile]:
-    """Each with fewer and fewer stages, then the last with fewer keys and at last fewer rows."""
-    last = tiles[-1]
-    rows, keys = last.rows, last.keys
+def _plain(problem: Problem, device: Device, width: int, rows: int) -> Tile:
+    """Without tensor cores, which do not multiply float32 exactly.  Multiplications are unrolled
+    along the dims, so that few threads on a large tile spill."""
+    if not has_tensor_cores(device):
+        return Tile(32 if rows > 16 else 16, 32, 8, 1)
+    if rows > 16 and width <= 64:
+        return Tile(64, 32, 8, 2)
+    if rows > 16 and width <= 128 and has_warpgroup_mma(device):
+        return Tile(64, 64, 16, 2)
+    return Tile(16, 64, 8, 2)
+
+
+def _smaller(tile: Tile) -> Iterator[Tile]:
+    """The tile and ever smaller ones: first fewer stages, then fewer keys, then fewer rows."""
+    rows, keys = tile.rows, tile.keys
     while rows >= 16:
-        for tile in tiles:
+        while keys >= 16:
             for stages in range(tile.stages, 0, -1):
-                yield tile._replace(stages=stages)
-        rows, keys = (rows, keys // 2) if keys > 16 else (rows // 2, last.keys)
-        tiles = (Tile(rows, keys, last.warps, last.stages),)
+                yield Tile(rows, keys, tile.warps, stages)
+            keys //= 2
+        rows, keys = rows // 2, tile.keys
 
 
-def _tile_rows(rows: int) -> int:
-    return max(16, min(128, _power(rows)))
+def _up_to(most: int, rows: int) -> int:
+    return max(16, min(most, _power(rows)))
 
 
 def _power(n: int) -> int:

@@ -115,9 +115,12 @@ def family_of(problem: Problem) -> str:
 
 def distance(wanted: Key, other: Key) -> int | None:
     """How far ``other`` is from what is wanted; None: it says nothing about it."""
-    if (wanted[:5], wanted.features, wanted.invariant) != (
-        other[:5], other.features, other.invariant
-    ):  # fmt: skip
+    for name in ("family", "cache", "head_dim", "head_dim_v", "features", "invariant"):
+        if getattr(wanted, name) != getattr(other, name):
+            return None
+    # float16 and bfloat16 take the same instructions, unless float8 is turned into them.
+    dtypes = {wanted.dtype, other.dtype}
+    if len(dtypes) > 1 and ("fp32" in dtypes or wanted.cache):
         return None
     group = abs(log2(wanted.group) - log2(other.group))
     q = abs(wanted.q - other.q)
@@ -129,6 +132,7 @@ def distance(wanted: Key, other: Key) -> int | None:
         page = 2 if min(sizes) < 1 else abs(log2(sizes[0]) - log2(sizes[1])) // 2
     mask = 3 * (wanted.mask != other.mask)
     far = 2 * (group + q) + abs(wanted.k - other.k) + abs(wanted.rows - other.rows) + page + mask
+    far += len(dtypes) - 1
     return far if far <= MAX_DISTANCE else None
 
 

@@ -130,7 +130,7 @@ def tune(
     far; Ctrl-C before there is one is raised.  Raises TuningError where nothing works.
     """
     progress = progress or Progress()
-    progress.task = task
+    progress.task, progress.best = task, ""
     problem = task.problem
     configs = space.candidates(problem, device)
     default = configs[0]
@@ -241,7 +241,7 @@ def _time(
             if alive:
                 first = min(alive, key=lambda c: statistics.median(samples[c]))
                 us = statistics.median(samples[first])
-                progress.best = f"{us:.1f} µs, {space.describe(first)}"
+                progress.best = f"{us:.1f} µs"
             progress.at(f"time, round {number + 1}", i + 1, count)
         ranked = sorted(alive, key=lambda c: statistics.median(samples[c]))
         kept = ranked

@@ -1,0 +1,163 @@
+"""What the tuner compiles, checks and times: real kernels on small inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from tuner import DEFAULT, H200, user_tables  # noqa: F401 -- a fixture
+
+from tritonattn import UnsupportedError, api, binaries, launch
+from tritonattn import device as devices
+from tritonattn.plan import plan
+from tritonattn.tuning import compile as compile_module
+from tritonattn.tuning import store
+from tritonattn.tuning.build import build, small_case
+from tritonattn.tuning.compile import Report
+from tritonattn.tuning.config import KernelConfig
+from tritonattn.tuning.heuristics import heuristic
+from tritonattn.tuning.models import PRESETS, Layer
+from tritonattn.tuning.tasks import Shape, Task, tasks
+from tritonattn.tuning.trials import Trials, job_of, wall_timer
+from tritonattn.tuning.workers import Job, compile_all
+
+pytestmark = pytest.mark.usefixtures("user")
+
+
+SMALL = Task(Layer(4, 2, 16), "decode", Shape(2, 1, 40), torch.float16, page_size=8)
+SIMPLE = KernelConfig(16, 16, 2, 4, 1)
+
+
+def test_trials_apply_a_call_once_however_often_it_is_timed(device: torch.device) -> None:
+    trials = Trials(SMALL, device, wall_timer, copies=2)
+    before = [[x.clone() for x in args] for args, _ in trials.calls]
+    args, options = trials.calls[0]
+    once = api.paged_attention(*args, **(options | {"out": None})).clone()
+    assert trials.check(SIMPLE) == ""
+    for _ in range(3):
+        assert trials.time(SIMPLE) > 0
+    for (args, options), kept in zip(trials.calls, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(args, kept, strict=True))
+        assert options["out"].isfinite().all()
+    assert torch.allclose(trials.calls[0][1]["out"], once, atol=1e-3)
+    with pytest.raises(UnsupportedError):
+        trials.check(KernelConfig(16, 16, 4, 4, 1))  # more heads than a KV head has
+
+
+@pytest.mark.parametrize("family", ["decode", "prefill"])
+def test_trials_refuse_half_an_output_though_another_wrote_all_of_it(
+    family: str, device: torch.device
+) -> None:
+    task = dataclasses.replace(SMALL, family=family, shape=Shape(2, 1 + (family != "decode"), 40))
+    trials = Trials(task, device, wall_timer, copies=1)
+    whole, half = KernelConfig(128, 64, 2, 4, 1), KernelConfig(128, 128, 2, 4, 1)
+    real = trials.function
+
+    def lazy(*args, out: torch.Tensor, **options) -> None:
+        if store.forced() != half:
+            real(*args, out=out, **options)
+            return
+        written = out.clone()
+        real(*args, out=written, **options)
+        out[: len(out) // 2] = written[: len(out) // 2]
+
+    trials.function = lazy
+    assert trials.check(whole) == ""
+    assert "nan" in trials.check(half)
+    assert trials.check(whole) == ""
+    trials._small.wrong = lambda _: ""  # type: ignore[method-assign]
+    assert "not finite at full size" in trials.check(half)
+
+
+def test_trials_refuse_wrong_values(device: torch.device) -> None:
+    trials = Trials(SMALL, device, wall_timer, copies=1)
+    real = trials.function
+    trials.function = lambda *args, out, **options: real(*args, out=out, **options).mul_(1.01)
+    assert "off by" in trials.check(SIMPLE)
+
+
+def test_small_case_runs_the_binary_that_is_timed() -> None:
+    """Split keys or not, and every option: another binary would be checked otherwise."""
+    for preset in PRESETS.values():
+        for task in tasks(preset):
+            case = small_case(task, H200)
+            splits = case.options.get("num_splits", 1)
+            assert (splits > 1) == (plan(task.problem, H200).num_splits > 1)
+            assert set(task.scalars) <= set(case.options)
+            assert job_of(task, DEFAULT, H200).plan.num_splits == min(splits, 2)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_binary_that_is_compiled_ahead_is_the_one_that_is_launched(preset: str) -> None:
+    made: list[tuple] = []
+
+    def note(kernel, args, constants, options, *_) -> None:
+        made.append((kernel, tuple(constants.values()), binaries._signature(args), options))
+
+    def launched(kernel, grid, args, constants, options, *_) -> None:
+        note(kernel, args, constants, options)
+
+    shapes = [Shape(1, 1, 600), Shape(64, 1, 8), Shape(1, 4, 600), Shape(2, 40, 40)]
+    cpu = torch.device("cpu")
+    for task in tasks(PRESETS[preset], shapes=shapes, cache_dtype=torch.float8_e4m3fn):
+        config = heuristic(task.problem, H200)
+        with (
+            mock.patch.object(binaries, "launch", launched),
+            mock.patch.object(binaries, "compile_for", note),
+            mock.patch.object(compile_module, "report"),
+            mock.patch.object(devices, "describe", return_value=H200),
+            store.force(config),
+        ):
+            launch.forget()
+            made.clear()
+            compile_module.compile_attention(*job_of(task, config, H200))
+            args, options = build(task, cpu)
+            getattr(api, task.function)(*args, **options)
+            launch.forget()
+        assert made[0] == made[1], task
+
+
+def test_tuning_is_no_part_of_a_call() -> None:
+    code = (
+        "import sys, torch, tritonattn\n"
+        "q, k, v = torch.randn(3, 4, 1, 16)\n"
+        "starts = torch.tensor([0, 4], dtype=torch.int32)\n"
+        "tritonattn.varlen_attention(q, k, v, starts, starts)\n"
+        "loaded = {n for n in sys.modules if n.startswith('tritonattn.')}\n"
+        "unwanted = ('search', 'trials', 'run', 'workers', 'cli', 'commands', 'bench')\n"
+        "print([n for n in loaded if n.split('.')[1:2] + n.split('.')[2:] and\n"
+        "       any(part in unwanted for part in n.split('.'))])\n"
+    )
+    env = os.environ | {"TRITON_INTERPRET": "1", "TRITONATTN_QUIET": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.stdout.strip() == "[]", run.stdout + run.stderr
+
+
+# Compiling in processes
+
+
+class Bomb:
+    """Ends the process that unpickles it, as a crash in the compiler would."""
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return os._exit, (1,)
+
+
+def test_compile_all_survives_a_crash_and_reports_errors() -> None:
+    good = job_of(SMALL, SIMPLE, devices.target(80))
+    bad = good._replace(config=KernelConfig(16, 8, 2, 4, 1))  # tl.dot wants 16
+    bomb = Job(Bomb(), SIMPLE, good.plan, good.device)  # type: ignore[arg-type]
+    found = compile_all([bomb, good, bad], processes=2)
+    assert found[bomb] == "crashed the compiler"
+    report = found[good]
+    assert isinstance(report, Report)
+    assert 0 < report.registers <= 255
+    assert isinstance(found[bad], str)
+    assert "crashed" not in found[bad]
+    assert compile_all([]) == {}
