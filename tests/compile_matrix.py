@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ os.environ["TRITON_INTERPRET"] = "0"
 TARGETS = ["75", "80", "86", "89", "90", "100", "120", "gfx90a", "gfx942", "gfx950", "gfx1100"]
 # These stand for their kin, and get every case; the others get the core.
 WHOLE = ["80", "90", "gfx942"]
+# Of these, what differs from the other's, for which code is generated in the same way.
+KIN = {"86": "80", "89": "80"}
 TENSOR_MEMORY = 512  # columns
 # Outside loops ptxas gives up a register or two where that lets one more block run beside.
 FEW_BYTES = 8
@@ -54,13 +57,15 @@ def distinct(targets: Iterable[str], thin: bool, names: Iterable[str] = ()) -> l
     """One job for each binary."""
     import launches
 
-    jobs = {}
+    jobs: dict[tuple, Job] = {}
     for target in targets:
         device = device_of(target)
         whole = names or (target in WHOLE and not thin)
         for case in launches.CORE + (launches.MORE if whole else []):
-            if not names or case.name in names:
-                for index, launch in enumerate(case.launches(device)):
+            if names and case.name not in names:
+                continue
+            for index, launch in enumerate(case.launches(device)):
+                if (KIN.get(target), launch.key) not in jobs:
                     jobs.setdefault((target, launch.key), Job(target, case.name, index))
     return list(jobs.values())
 
@@ -134,7 +139,8 @@ def main() -> int:
     jobs = distinct(options.targets, options.thin, options.cases)
     print(f"triton {triton.__version__}: {len(jobs)} binaries", flush=True)
     results = {}
-    with ProcessPoolExecutor(options.jobs) as pool:
+    # Not forked: torch's threads are not there in a fork, and it waits for them.
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(compile_one, job): job for job in jobs}
         for done in as_completed(running):
             job, result = running[done], done.result()

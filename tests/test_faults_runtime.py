@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonattn
-from tritonattn import binaries, plan
+from tritonattn import binaries, launch, plan
 from tritonattn import device as devices
 from tritonattn.inputs import TENSORS
 from tritonattn.testing import cumulative
@@ -72,15 +72,24 @@ MIXES = {
 }
 
 
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Of 64 keys, so that a hundred are split."""
+    launch.forget()
+    monkeypatch.setattr(plan, "INVARIANT_SPLIT", 64)
+    yield
+    launch.forget()
+
+
 @every_function
+@pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("place", [0, 2, 4])
-def test_attention_bits_do_not_depend_on_neighbours(function, mix, place, device, monkeypatch):
+def test_attention_bits_do_not_depend_on_neighbours(function, mix, place, device):
     """flash-attention PR 2450, vllm 51902: alone, and first, third or last of a batch of five.
 
     The sequence is longer than a split, so that it is also merged.
     """
-    monkeypatch.setattr(plan, "INVARIANT_SPLIT", 64)
     (lq, lk), others = MIXES[mix]
     sequences = [(i + 1, *lens) for i, lens in enumerate(others)]
     sequences.insert(place, (0, lq, lk))
@@ -94,8 +103,8 @@ def test_attention_bits_do_not_depend_on_neighbours(function, mix, place, device
     assert torch.equal(lse[:, start : start + lq], alone_lse)
 
 
-def test_paged_attention_decode_bits_do_not_depend_on_neighbours(device, monkeypatch):
-    monkeypatch.setattr(plan, "INVARIANT_SPLIT", 64)
+@pytest.mark.usefixtures("short_splits")
+def test_paged_attention_decode_bits_do_not_depend_on_neighbours(device):
     lens = [100, 1, 128, 7, 65]
     sequences = [(i, 1, lk) for i, lk in enumerate(lens)]
     args, options = batch_of(PAGED, sequences, device, decode=True)
@@ -423,7 +432,7 @@ def test_attention_compiles_no_kernel_for_a_length_or_a_batch(function):
     for args, options in serving_calls(function, "cpu"):
         with recorded(H200) as launches:
             getattr(tritonattn, function)(*args, **options)
-        keys |= {launch.key for launch in launches}
+        keys |= {call.key for call in launches}
     assert len(keys) <= COMPILES
 
 
@@ -446,6 +455,6 @@ def test_attention_compiles_no_kernel_for_a_stride_or_a_page(function):
         args, options = case(Path(function), (lk, lk), (1, 1), **how).build()
         with recorded(H200) as launches:
             getattr(tritonattn, function)(*args, **options, num_splits=1)
-        keys |= {launch.key for launch in launches}
+        keys |= {call.key for call in launches}
     # Pages of a power of two are a kernel of their own.
     assert len(keys) == (1 if function == VARLEN else 2)

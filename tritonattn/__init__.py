@@ -5,6 +5,7 @@ from .errors import ArgumentTypeError, ArgumentValueError, TritonAttnError, Unsu
 from .extras import alibi_slopes, attention_temperature
 from .kv_cache import copy_blocks, gather_kv_cache, swap_blocks, write_kv_cache
 from .merge import merge_states
+from .warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -22,5 +23,6 @@ __all__ = [
     "prefix_attention",
     "swap_blocks",
     "varlen_attention",
+    "warmup",
     "write_kv_cache",
 ]

@@ -105,7 +105,7 @@ def describe(device: torch.device) -> Device:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """The size of a GPU's L2 cache; 0 for the CPU."""
+    """The size of a GPU's L2 cache, 64 MiB where torch does not tell; 0 for the CPU."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20

@@ -78,7 +78,7 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     if rows <= SHORT:
         warps = 8 if rows > 32 or width > 128 else 4
         return Tile(_up_to(64, rows), 64, warps, 4 if width <= 128 else 3)
-    if width <= 64 and device.arch != 100:
+    if width <= 64:
         return Tile(64, 64, 4, 2)
     if width <= 128:
         return Tile(128, 32 if has_fp8 and not has_warpgroup_mma(device) else 64, 8, 3)
@@ -102,7 +102,7 @@ def _plain(problem: Problem, device: Device, width: int, rows: int) -> Tile:
     """Without tensor cores, which do not multiply float32 exactly.  Multiplications are unrolled
     along the dims, so that few threads on a large tile spill."""
     if not has_tensor_cores(device):
-        return Tile(32 if rows > 16 else 16, 32, 8, 1)
+        return Tile(16, 16, 8, 1) if problem.mask.has_tree else Tile(_up_to(32, rows), 32, 8, 1)
     if rows > 16 and width <= 64:
         return Tile(64, 32, 8, 2)
     if rows > 16 and width <= 128 and has_warpgroup_mma(device):

@@ -204,7 +204,8 @@ def describe(problem: Problem) -> str:
     dims = f"{problem.head_dim}"
     if problem.head_dim_v != problem.head_dim:
         dims += f"/{problem.head_dim_v}"
-    cache = f"page {problem.page_size}, {problem.cache_format or 'same'} cache, "
+    stored = problem.cache_format or DTYPES[problem.dtype]
+    cache = f"{stored} cache in pages of {problem.page_size}, "
     return (
         f"{family_of(problem)}: {DTYPES[problem.dtype]}, {problem.num_kv_heads * group}/"
         f"{problem.num_kv_heads} heads of {dims}, {cache if problem.has_cache else ''}"
