@@ -82,6 +82,11 @@ def describe(device: torch.device) -> Device:
     if device.type == "cpu":
         if interpreting():
             return INTERPRETER
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                "tritonattn: tensors are on the CPU, no GPU was found, and TRITON_INTERPRET=0 "
+                "forbids Triton's interpreter; got device cpu. Unset TRITON_INTERPRET."
+            )
         raise UnsupportedError(
             "tritonattn: tensors are on the CPU, and this machine has a GPU to run on; got device "
             "cpu. Move them with .cuda(), or set TRITON_INTERPRET=1 before the program starts to "

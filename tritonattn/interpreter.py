@@ -18,16 +18,10 @@ _ADVICE = "Set TRITON_INTERPRET=1 in the environment before anything imports tri
 
 def enable() -> None:
     """Make every kernel that is decorated from now on an interpreted one; say so once on stderr."""
-    import numpy
     import triton
 
-    numpy_version = tuple(int(part) for part in numpy.__version__.split(".")[:2])
-    if triton.__version__.startswith("3.6.") and numpy_version >= (2, 4):
-        raise UnsupportedError(
-            "tritonattn: no GPU was found, and the interpreter of triton "
-            f"{triton.__version__} cannot work with numpy {numpy.__version__}. "
-            "Install triton>=3.7 or numpy<2.4."
-        )
+    if reason := broken():
+        raise UnsupportedError(f"tritonattn: no GPU was found, and {reason}.")
     if not triton.knobs.runtime.interpret:
         triton.knobs.runtime.interpret = True
         _redecorate_library()
@@ -37,6 +31,20 @@ def enable() -> None:
             "right, but slow. Set TRITONATTN_QUIET=1 to silence this notice.",
             file=sys.stderr,
         )
+
+
+def broken() -> str:
+    """Why the interpreter cannot work here, and what helps; "" if it can."""
+    import numpy
+    import triton
+
+    numpy_version = tuple(int(part) for part in numpy.__version__.split(".")[:2])
+    if triton.__version__.startswith("3.6.") and numpy_version >= (2, 4):
+        return (
+            f"the interpreter of triton {triton.__version__} does not work with numpy "
+            f"{numpy.__version__}: install triton>=3.7 or numpy<2.4"
+        )
+    return ""
 
 
 def _redecorate_library() -> None:
