@@ -320,6 +320,7 @@ def test_validate_refuses_bfloat16_where_the_gpu_has_none(
 def test_validate_refuses_cpu_tensors_where_there_is_a_gpu(
     function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tritonattn.device, "interpreting", lambda: False)
     monkeypatch.setattr(tritonattn.device, "describe", tritonattn.device.describe.__wrapped__)
     with pytest.raises(UnsupportedError, match=r"on the CPU.*\.cuda\(\).*TRITON_INTERPRET=1"):

@@ -69,8 +69,10 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
         return _hip(problem, device, width, rows)
     if problem.dtype == torch.float32 or not has_tensor_cores(device):
         return _plain(problem, device, width, rows)
-    # What takes registers beside the products: a tree's look-ups, float8 on its way to 16 bits.
+    # What takes registers beside the products: a tree's look-ups, float8 on its way to 16 bits,
+    # keys that are read a number at a time, a second block of a head's dims.
     has_tree, has_fp8 = problem.mask.has_tree, problem.cache_format != ""
+    is_heavy = has_fp8 or blocks(problem.head_dim)[1] > 0
     if width > 256:
         return Tile(_up_to(32, rows), 32, 8, 2)
     if has_tree:
@@ -78,10 +80,13 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     if rows <= SHORT:
         warps = 8 if rows > 32 or width > 128 else 4
         return Tile(_up_to(64, rows), 64, warps, 4 if width <= 128 else 3)
+    if not problem.rows_aligned:
+        return Tile(64, 32, 8, 3)
     if width <= 64:
         return Tile(64, 64, 4, 2)
+    # Warpgroups take operands from shared memory, other warps from their registers.
     if width <= 128:
-        return Tile(128, 32 if has_fp8 and not has_warpgroup_mma(device) else 64, 8, 3)
+        return Tile(128, 32 if is_heavy and not has_warpgroup_mma(device) else 64, 8, 3)
     return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2)
 
 
@@ -107,7 +112,7 @@ def _plain(problem: Problem, device: Device, width: int, rows: int) -> Tile:
         return Tile(64, 32, 8, 2)
     if rows > 16 and width <= 128 and has_warpgroup_mma(device):
         return Tile(64, 64, 16, 2)
-    return Tile(16, 64, 8, 2)
+    return Tile(16, 64 if width <= 128 else 32, 8, 2)
 
 
 def _smaller(tile: Tile) -> Iterator[Tile]:
