@@ -19,7 +19,7 @@ from tritonattn import __version__
 from tritonattn import device as devices
 from tritonattn.cli import COMMANDS, main
 from tritonattn.commands import autotune
-from tritonattn.commands.console import columns
+from tritonattn.console import columns
 from tritonattn.inputs import Case
 from tritonattn.tuning import store, tables
 from tritonattn.tuning.compile import Report

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from types import TracebackType
-from typing import Any
-
+from ..console import Bar, has_rich_terminal
 from .report import FAILED, OK, OWN, WRONG, Row
 from .tables import Table, microseconds, rate
-
-
-def has_rich_terminal() -> bool:
-    """Whether to draw: a terminal, and rich is installed."""
-    if not sys.stdout.isatty():
-        return False
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def show(table: Table) -> None:
@@ -33,47 +19,22 @@ def show(table: Table) -> None:
     print("\n".join(lines), flush=True)
 
 
-class Progress:
-    """Prints as cases end; a context manager."""
+class Progress(Bar):
+    """Prints as cases end; on a terminal only those that are wrong, beside the bar."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
-        self.bar: Any = None
-        self.task: Any = None
-
-    def __enter__(self) -> Progress:
-        if has_rich_terminal():
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
-
-            description = TextColumn("{task.description}")
-            self.bar = Bar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), description)
-            self.task = self.bar.add_task("", total=self.total)
-            self.bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+    done = 0
 
     def begin(self, what: str) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, description=what)
+        self.at(self.done, what)
 
     def end(self, row: Row, seconds: float) -> None:
         self.done += 1
-        if self.bar is not None:
-            self.bar.advance(self.task)
-            if row.results[OWN].status in (WRONG, FAILED):
-                self.bar.console.print(describe(row), markup=False)
-            return
+        self.at(self.done, row.case)
         width = len(str(self.total))
-        print(f"[{self.done:{width}}/{self.total}] {describe(row)} ({seconds:.1f} s)", flush=True)
+        if not self.is_drawn:
+            self.line(f"[{self.done:{width}}/{self.total}] {describe(row)} ({seconds:.1f} s)")
+        elif row.results[OWN].status in (WRONG, FAILED):
+            self.line(describe(row))
 
 
 def describe(row: Row) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..console import Bar, columns
 from ..device import Device, interpreting
 from ..errors import UnsupportedError
 from ..tuning import space, store
@@ -19,7 +20,6 @@ from ..tuning.search import Backend, Outcome, Progress
 from ..tuning.tables import path_of
 from ..tuning.tasks import Task
 from . import shapes
-from .console import Bar, columns
 
 DESCRIPTION = """\
 Measures which configuration of each kernel is fastest on this GPU and writes it to the user's

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..console import columns
 from ..errors import ArgumentValueError
 from ..tuning import space, store
 from ..tuning.keys import FAMILIES, Key
@@ -23,7 +24,6 @@ from ..tuning.tables import (
     read,
     render,
 )
-from .console import columns
 
 DESCRIPTION = """\
 Tuned tables are JSON files, one a GPU and kernel: the user's, which `tritonattn autotune` writes,

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ..console import Bar
 from ..device import Device
 from ..inputs import Case
 from ..tuning.models import FUNCTIONS
 from . import shapes
-from .console import Bar
 
 DESCRIPTION = """\
 Draws whole calls at random (lengths, layouts, options, dtypes), runs them on this machine's GPU or

@@ -99,6 +99,8 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
         # Queries pass through on their way to registers; one stage holds K and V in turn.
         if stages == 1:
             return max(queries, n * max(d, dv) * itemsize, probabilities)
+        if device.arch == "gfx950":  # copies past the registers, to rows that are padded
+            return max(queries, stages * keys * 33 // 32 + probabilities)
         return max(queries, (stages - 1) * keys + probabilities)
 
     if not has_tensor_cores(device):  # operands widened to float32, and no copies in flight

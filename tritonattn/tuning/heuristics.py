@@ -93,13 +93,17 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
 def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:
     is_float32 = problem.dtype == torch.float32
     if device.warp_size == 32:
-        if is_float32:
-            return Tile(16, 16, 4, 1)
         # RDNA's products want each operand twice, in both halves of a warp.
-        return Tile(_up_to(64, rows), 32 if width <= 64 else 16, 8, 1)
+        if is_float32:
+            return Tile(16, 16, 16, 1)
+        if width <= 64:
+            return Tile(_up_to(64, rows), 32, 8, 1)
+        return Tile(_up_to(32 if width <= 128 else 16, rows), 16, 8, 1)
     # With 4 warps, one on each SIMD, a thread may have all of 512 registers.
+    if width > 256:
+        return Tile(16, 16, 4, 1)
     if is_float32 or width > 128:
-        return Tile(_up_to(64 if width <= 256 else 16, rows), 32, 4, 1)
+        return Tile(_up_to(64, rows), 32, 4, 1)
     return Tile(_up_to(128, rows), 64, 4, 2)
 
 

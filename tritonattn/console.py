@@ -6,10 +6,13 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+AnyBar = TypeVar("AnyBar", bound="Bar")
 
 
-def has_bar() -> bool:
+def has_rich_terminal() -> bool:
+    """Whether to draw: a terminal, and rich is installed."""
     return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
 
 
@@ -24,8 +27,8 @@ class Bar:
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> Bar:
-        if has_bar():
+    def __enter__(self: AnyBar) -> AnyBar:
+        if has_rich_terminal():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
             from rich.progress import TimeElapsedColumn as Elapsed
 
@@ -43,6 +46,10 @@ class Bar:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    @property
+    def is_drawn(self) -> bool:
+        return self._bar is not None
 
     def at(self, done: float, words: str) -> None:
         if self._bar is not None:
