@@ -14,8 +14,9 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 # Kernels are interpreted or compiled as this says when tritonattn is imported, here and in workers.
@@ -27,8 +28,9 @@ WHOLE = ["80", "90", "gfx942"]
 # Of these, what differs from the other's, for which code is generated in the same way.
 KIN = {"86": "80", "89": "80"}
 TENSOR_MEMORY = 512  # columns
-# Outside loops ptxas gives up a register or two where that lets one more block run beside.
-FEW_BYTES = 8
+# Outside loops, where they cost nothing: ptxas gives up a register or two if that lets one more
+# block run beside, LLVM a few more.
+FEW_BYTES = 32
 
 
 class Job(NamedTuple):
@@ -105,6 +107,27 @@ def compile_one(job: Job) -> Result:
     )  # fmt: skip
 
 
+def compile_all(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Result]]:
+    """Each job's result, in the order they finish; a job that ends its process is found out."""
+    left = list(jobs)
+    while left:
+        crashed = False
+        # Not forked: torch's threads are not there in a fork, and it waits for them.
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            running = {pool.submit(compile_one, job): job for job in left}
+            for done in as_completed(running):
+                try:
+                    result = done.result()
+                except BrokenProcessPool:
+                    crashed = True
+                    continue
+                left.remove(running[done])
+                yield running[done], result
+        if crashed and processes == 1:  # jobs run in order
+            yield left.pop(0), Result(0.0, "ends the compiler's process")
+        processes = 1
+
+
 def describe(launch) -> str:
     spec = launch.constants.get("SPEC")
     tile = f"{spec.BLOCK_M}x{spec.BLOCK_N}, pack {spec.PACK}, " if spec else ""
@@ -139,19 +162,15 @@ def main() -> int:
     jobs = distinct(options.targets, options.thin, options.cases)
     print(f"triton {triton.__version__}: {len(jobs)} binaries", flush=True)
     results = {}
-    # Not forked: torch's threads are not there in a fork, and it waits for them.
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(compile_one, job): job for job in jobs}
-        for done in as_completed(running):
-            job, result = running[done], done.result()
-            results[job] = result
-            if result.error or options.verbose:
-                facts = (
-                    f"{result.shared} bytes shared, {result.registers} registers, "
-                    f"{result.spilled} bytes spilled ({result.in_loops} times in loops)"
-                )
-                line = f"{job.target:>7}  {job.case}: {result.kernel} {facts} {result.error}"
-                print(line.rstrip(), flush=True)
+    for job, result in compile_all(jobs, options.jobs):
+        results[job] = result
+        if result.error or options.verbose:
+            facts = (
+                f"{result.shared} bytes shared, {result.registers} registers, "
+                f"{result.spilled} bytes spilled ({result.in_loops} times in loops)"
+            )
+            line = f"{job.target:>7}  {job.case}: {result.kernel} {facts} {result.error}"
+            print(line.rstrip(), flush=True)
     print(table(options.targets, results))
     return any(result.error for result in results.values())
 
