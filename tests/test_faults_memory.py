@@ -123,7 +123,7 @@ def test_attention_follows_no_page_id_past_the_length(function, device):
 def test_attention_reads_nothing_past_its_tensors(function, device):
     """Each tensor ends where memory that may not be touched begins: a byte too far is a crash."""
     if device.type != "cpu" or not hasattr(mmap, "PROT_READ"):
-        pytest.skip("memory is protected by mprotect")
+        pytest.skip("mprotect guards host memory; tensors are on a GPU here")
     run_script(
         """
         import ctypes, mmap, sys, torch

@@ -107,28 +107,6 @@ def _get_ready(call: Call, problem: Problem) -> Ready:
     return ready
 
 
-def prepare(
-    call: Call,
-    problem: Problem,
-    plan_: Plan,
-    config: KernelConfig,
-    gpu: device.Device,
-    target: torch.Tensor,
-    target_lse: torch.Tensor | None,
-) -> tuple[int, tuple, Spec]:
-    """The attention kernel's grid, arguments and constants, for compiling it without a call.
-
-    ``target`` is out, or one part for each split.
-    """
-    args = arguments(call, problem, plan_, config, target, target_lse)
-    spec = make_spec(problem, config, gpu, target_lse is not None, problem.rows_aligned)
-    tiles = problem.batch
-    if call.cu_seqlens_q is not None:
-        tiles += problem.total_q // (config.block_m // config.pack) + 1
-    programs = plan_.num_splits * problem.num_kv_heads * -(-problem.group // config.pack)
-    return tiles * programs, args, spec
-
-
 def arguments(
     call: Call,
     problem: Problem,

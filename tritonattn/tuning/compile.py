@@ -71,14 +71,15 @@ def compile_attention(
 ) -> Report:
     """Compile the attention kernel for ``device``; raises what Triton's compiler raises."""
     from ..kernels.attention import attention_kernel
-    from ..launch import prepare
+    from ..launch import arguments, make_spec
 
     call = example_call(problem)
     assert call.out is not None
     target, target_lse = call.out, None
     if plan.num_splits > 1:
         target, target_lse = target[None].float(), torch.empty(1, target.shape[1], 1)
-    _, args, spec = prepare(call, problem, plan, config, device, target, target_lse)
+    args = arguments(call, problem, plan, config, target, target_lse)
+    spec = make_spec(problem, config, device, target_lse is not None, problem.rows_aligned)
     options = binaries.Options(config.num_warps, config.num_stages)
     binary = binaries.compile_for(attention_kernel, args, {"SPEC": spec}, options, device)
     return report(binary)
