@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,15 +22,19 @@ def test_fuzz_draws_calls_and_finds_nothing(capsys: pytest.CaptureFixture[str]) 
 def test_fuzz_prints_a_failure_shrunk_as_a_call_to_paste(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runs: list[Case] = []
+    # A clock that counts calls, so that the draws are the same on a machine of any speed.
+    monkeypatch.setattr(fuzz, "time", SimpleNamespace(monotonic=lambda: float(len(runs))))
+
     def test(case: Case) -> None:
+        runs.append(case)
         if max(case.k_lens, default=0) > 5 and case.function == "paged_attention":
             raise AssertionError("out[0, 0, 0] is 1, not 2\ndetails")
 
     sources = [varlen_cases(max_len=20), paged_cases(max_len=20)]
-    found = fuzz.hunt(sources, test, seed=1, seconds=2)
+    found = fuzz.hunt(sources, test, seed=1, seconds=2 * fuzz.BATCH)  # a batch of each
     said = capsys.readouterr().out
-    assert found.examples > 10
-    assert len(found.failures) == 1  # the same smallest call is told once
+    assert found.examples == len(runs) > fuzz.BATCH
     (call,) = found.failures
     assert "k_lens=(6,)" in call
     assert "FAILURE 1: AssertionError: out[0, 0, 0] is 1, not 2" in said
@@ -40,15 +45,27 @@ def test_fuzz_prints_a_failure_shrunk_as_a_call_to_paste(
     assert checked[0].k_lens == (6,)
 
 
-def test_fuzz_shows_what_fails_only_sometimes(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = []
+def test_fuzz_tells_the_same_smallest_call_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def test(case: Case) -> None:
+        raise AssertionError("always")  # whose smallest call is the smallest call there is
+
+    found = fuzz.hunt([varlen_cases(max_len=9)] * 2, test, seed=1, seconds=0.5)
+    assert len(found.failures) == 1
+    assert capsys.readouterr().out.count("FAILURE") == 1
+
+
+def test_fuzz_shows_what_fails_only_sometimes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Case] = []
+    monkeypatch.setattr(fuzz, "time", SimpleNamespace(monotonic=lambda: float(len(runs))))
 
     def test(case: Case) -> None:
         runs.append(case)
         if len(runs) == 4:
             raise AssertionError("once")
 
-    found = fuzz.hunt([varlen_cases(max_len=9)], test, seed=1, seconds=1)
+    found = fuzz.hunt([varlen_cases(max_len=9)], test, seed=1, seconds=fuzz.BATCH)
     assert list(found.failures.values()) == ["AssertionError: once"]
     assert "import torch" in capsys.readouterr().out
 
