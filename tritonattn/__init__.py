@@ -1,5 +1,6 @@
 """Attention for LLM inference in Triton: varlen prefill, prefix-cache attention, paged decode."""
 
+from . import torch_ops as _torch_ops  # noqa: F401 (importing it registers the operators)
 from .api import paged_attention, prefix_attention, varlen_attention
 from .errors import ArgumentTypeError, ArgumentValueError, TritonAttnError, UnsupportedError
 from .extras import alibi_slopes, attention_temperature

@@ -15,6 +15,7 @@ import torch
 from . import settings
 from .call import Call, Scale
 from .checks import check_values
+from .tracing import is_traced
 from .validate import validate
 
 Window = tuple[int | None, int | None]
@@ -278,10 +279,19 @@ def paged_attention(
 
 
 def _attend(call: Call) -> Result:
+    if is_traced(call.q):
+        from .torch_ops import traced_attention
+
+        return traced_attention(call)
+    return run(call)
+
+
+def run(call: Call, lse: torch.Tensor | None = None) -> Result:
+    """A call's whole way; ``lse`` is written where it is given, as ``call.out`` is."""
     problem = validate(call)
     if settings.CHECK:
         check_values(call, problem)
     # Here, so that importing the package neither imports triton nor asks for a GPU.
     from .launch import attend
 
-    return attend(call, problem)
+    return attend(call, problem, lse)

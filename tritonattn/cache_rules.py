@@ -10,6 +10,7 @@ from . import checks, rules, settings
 from . import device as devices
 from .call import Scale
 from .errors import Text, bad_type, bad_value
+from .tracing import has_values
 
 # Integers that carry a value's bits through torch's indexing, by size.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -86,7 +87,7 @@ def _check_write(
         raise bad_value(f, "slot_mapping", rule, slot_mapping, fix)
     _check_scales(f, k_scale, v_scale, num_heads, where, None)
     _check_floats(f, {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache})
-    if settings.CHECK:
+    if settings.CHECK and has_values(k_cache):
         slots = k_cache.shape[0] * k_cache.shape[1]
         rule = f"must be below {slots}, num_pages * page_size of k_cache"
         fix = "Pass page * page_size + offset; a negative slot skips its row."
@@ -132,7 +133,7 @@ def check_gather(
     _check_floats(f, {"k_cache": k_cache, "v_cache": v_cache})
     if dtype == torch.bfloat16:
         rules.bfloat16(f, "out_dtype", devices.describe(where))
-    if settings.CHECK:
+    if settings.CHECK and has_values(k_cache):
         what = "total_k"
         rows = checks.prefix_sums(f, "cu_seqlens_k", cu_seqlens_k, total_k, what)
         lens = torch.minimum(seq_lens.detach().to("cpu", torch.int64).clamp(min=0), rows)
@@ -160,7 +161,7 @@ def check_copy(
     _check_mapping(f, block_mapping)
     for name, cache in named:
         rules.same_device(f, "block_mapping", block_mapping, cache.device, name)
-        if settings.CHECK:
+        if settings.CHECK and has_values(cache):
             _check_page_pairs(f, block_mapping, (name, cache), (name, cache))
     return [cache for _, cache in named]
 
@@ -179,7 +180,7 @@ def check_swap(
     _check_mapping(f, block_mapping)
     if block_mapping.device != destination.device:
         rules.same_device(f, "block_mapping", block_mapping, source.device, "source")
-    if settings.CHECK:
+    if settings.CHECK and has_values(source):
         pair = ("source", source), ("destination", destination)
         _check_page_pairs(f, block_mapping, *pair)
 

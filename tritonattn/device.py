@@ -54,6 +54,8 @@ class Device:
 
 
 INTERPRETER = Device("interpreter", "cpu", "Triton interpreter", 1, 1 << 30, 1)
+# Of a tensor without memory, for which a program is compiled elsewhere: nothing is held against it.
+ABSENT = Device("cuda", "unknown", "a GPU that is not in this machine", 1, 1 << 30, 32)
 
 
 def target(arch: int | str, *, name: str = "", sm_count: int = 108) -> Device:
@@ -99,6 +101,8 @@ def describe(device: torch.device) -> Device:
             "tritonattn: tensors must be on a CUDA or ROCm GPU, or on the CPU where there is none; "
             f"got device {device}. Move them with .cuda()."
         )
+    if (device.index or 0) >= torch.cuda.device_count():
+        return ABSENT
     facts = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         arch: int | str = facts.gcnArchName.split(":")[0]

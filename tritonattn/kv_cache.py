@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from . import cache_rules
-from . import device as devices
+from . import cache_launch
 from .call import Scale
-from .problem import FP8_FORMATS
+from .tracing import is_traced
 
 
 def write_kv_cache(
@@ -50,31 +49,13 @@ def write_kv_cache(
     >>> k_cache[:, :, 0, 0].nonzero().tolist()  # (page, offset)
     [[1, 1], [3, 15]]
     """
-    cache_rules.check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    import triton
+    arguments = k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    if is_traced(k_cache):
+        from .torch_ops import traced
 
-    from . import arguments, binaries
-    from .kernels.cache_ops import write_kernel
-
-    device = devices.describe(k.device)
-    num_pages, page_size, num_heads, head_dim = k_cache.shape
-    k_bytes, v_bytes = arguments.bytes_if_fp8(k_cache), arguments.bytes_if_fp8(v_cache)
-    num_rows = slot_mapping.shape[0] * num_heads
-    block_rows, constants = _constants(head_dim, v.shape[2], device)
-    constants |= {
-        "FORMAT": FP8_FORMATS.get(k_cache.dtype, ""),
-        "HAS_K_SCALE": k_scale is not None,
-        "HAS_V_SCALE": v_scale is not None,
-        "ALIGNED": arguments.is_aligned(k, v, k_bytes, v_bytes),
-        "INTERPRETED": device.is_interpreter,
-    }
-    args = (
-        arguments.rows(k), arguments.rows(v), arguments.pages(k_bytes), arguments.pages(v_bytes),
-        arguments.dequantise(k_scale), arguments.dequantise(v_scale),
-        slot_mapping, num_rows, num_heads, page_size, num_pages,
-    )  # fmt: skip
-    grid = triton.cdiv(num_rows, block_rows)
-    binaries.launch(write_kernel, grid, args, constants, binaries.Options(), device, k.device)
+        traced("write_kv_cache", *arguments)
+    else:
+        cache_launch.write(*arguments)
 
 
 def gather_kv_cache(
@@ -121,43 +102,14 @@ def gather_kv_cache(
     >>> k.flatten().tolist()
     [6.0, 7.0, 0.0, 4.0, 0.0]
     """
-    dtype = cache_rules.check_gather(
+    arguments = (
         k_cache, v_cache, block_table, seq_lens, cu_seqlens_k, total_k, k_scale, v_scale, out_dtype
-    )
-    num_heads, head_dim, head_dim_v = *k_cache.shape[2:], v_cache.shape[3]
-    batch = seq_lens.shape[0]
-    new = k_cache.new_empty if batch else k_cache.new_zeros
-    k = new((total_k, num_heads, head_dim), dtype=dtype)
-    v = new((total_k, num_heads, head_dim_v), dtype=dtype)
-    if batch == 0:
-        return k, v
-    import triton
-
-    from . import arguments, binaries
-    from .kernels.cache_ops import gather_kernel
-    from .kernels.tiles import Table
-
-    device = devices.describe(k.device)
-    tensors = [arguments.bytes_if_fp8(x) for x in (k, v, k_cache, v_cache)]
-    num_rows = total_k * num_heads
-    block_rows, constants = _constants(head_dim, head_dim_v, device)
-    constants |= {
-        "FORMAT": "" if dtype == k_cache.dtype else FP8_FORMATS.get(k_cache.dtype, ""),
-        "HAS_K_SCALE": k_scale is not None,
-        "HAS_V_SCALE": v_scale is not None,
-        "NATIVE_FP8": device.has_native_e4m3,
-        "ALIGNED": arguments.is_aligned(*tensors),
-        "INTERPRETED": device.is_interpreter,
-    }
-    args = (
-        *map(arguments.rows, tensors[:2]), *map(arguments.pages, tensors[2:]),
-        arguments.dequantise(k_scale), arguments.dequantise(v_scale),
-        Table(block_table, None, block_table.stride(0), k_cache.shape[1]), cu_seqlens_k, seq_lens,
-        num_rows, num_heads, batch, batch.bit_length(),
     )  # fmt: skip
-    grid = triton.cdiv(num_rows, block_rows)
-    binaries.launch(gather_kernel, grid, args, constants, binaries.Options(), device, k.device)
-    return k, v
+    if is_traced(k_cache):
+        from .torch_ops import traced
+
+        return traced("gather_kv_cache", *arguments)
+    return cache_launch.gather(*arguments)
 
 
 def copy_blocks(caches: torch.Tensor | Sequence[torch.Tensor], block_mapping: torch.Tensor) -> None:
@@ -180,10 +132,12 @@ def copy_blocks(caches: torch.Tensor | Sequence[torch.Tensor], block_mapping: to
     >>> cache[:, 0].flatten().tolist()
     [0.0, 1.0, 0.0, 2.0]
     """
-    tensors = cache_rules.check_copy(caches, block_mapping)
-    source, destination = block_mapping.unbind(1)
-    for cache in tensors:
-        _copy_pages(cache, cache, source, destination)
+    if is_traced(block_mapping):
+        from .torch_ops import traced
+
+        traced("copy_blocks", caches, block_mapping)
+    else:
+        cache_launch.copy(caches, block_mapping)
 
 
 def swap_blocks(
@@ -208,37 +162,9 @@ def swap_blocks(
     >>> on_cpu.flatten().tolist()
     [3.0, 1.0]
     """
-    cache_rules.check_swap(source, destination, block_mapping)
-    _copy_pages(source, destination, *block_mapping.unbind(1))
+    if is_traced(block_mapping):
+        from .torch_ops import traced
 
-
-def _copy_pages(
-    source: torch.Tensor, destination: torch.Tensor, pages: torch.Tensor, targets: torch.Tensor
-) -> None:
-    """All pages are read before the first is written.
-
-    Integers keep a NaN's bits, and torch indexes them where it cannot index float8.
-    """
-    integer = cache_rules.INTEGERS[source.dtype.itemsize]
-    copied = source.view(integer).index_select(0, pages.to(source.device))
-    copied = copied.to(destination.device)
-    destination.view(integer).index_copy_(0, targets.to(destination.device, torch.int64), copied)
-
-
-def _constants(
-    head_dim: int, head_dim_v: int, device: devices.Device
-) -> tuple[int, dict[str, object]]:
-    """(rows a program, the constants that both kernels share)."""
-    import triton
-
-    block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v)
-    # Four warps with 16 bytes a thread; the interpreter pays by the program.
-    block_rows = 1024 if device.is_interpreter else max(1, 1024 // max(block_d, block_dv))
-    constants = {
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "BLOCK_ROWS": block_rows,
-    }
-    return block_rows, constants
+        traced("swap_blocks", source, destination, block_mapping)
+    else:
+        cache_launch.swap(source, destination, block_mapping)

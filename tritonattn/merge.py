@@ -10,6 +10,7 @@ from . import device as devices
 from . import rules
 from .device import Device
 from .errors import Text, bad_type, bad_value
+from .tracing import is_traced
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -38,12 +39,31 @@ def merge_states(outs: Tensors, lses: Tensors) -> tuple[torch.Tensor, torch.Tens
     >>> round(out.item(), 4), round(lse.exp().item(), 3)
     (0.25, 16.0)
     """
+    first = outs[0] if isinstance(outs, list | tuple) and outs else outs
+    if is_traced(first):
+        from .torch_ops import traced
+
+        return traced("merge_states", outs, lses)
+    return merge(outs, lses)
+
+
+def merged(outs: Tensors, lses: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """New tensors for the merged state; raises for arguments that break a rule."""
     _check(outs, lses)
+    out = outs if isinstance(outs, torch.Tensor) else outs[0]
+    lse = lses if isinstance(lses, torch.Tensor) else lses[0]
+    return (
+        torch.empty(out.shape[-3:], dtype=out.dtype, device=out.device),
+        torch.empty(lse.shape[-2:], dtype=torch.float32, device=out.device),
+    )
+
+
+def merge(outs: Tensors, lses: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """``merge_states``, never traced."""
+    out, lse = merged(outs, lses)
     # An lse may come transposed, from a library that keeps it as [T, H]; it is small beside outs.
     stacked_out = outs if isinstance(outs, torch.Tensor) else torch.stack(tuple(outs))
     stacked_lse = lses.contiguous() if isinstance(lses, torch.Tensor) else torch.stack(tuple(lses))
-    out = torch.empty(stacked_out.shape[1:], dtype=stacked_out.dtype, device=stacked_out.device)
-    lse = torch.empty(stacked_lse.shape[1:], dtype=torch.float32, device=stacked_out.device)
     merge_partials(stacked_out, stacked_lse, out, lse, devices.describe(out.device))
     return out, lse
 

@@ -22,6 +22,7 @@ FP8_DTYPES = tuple(FP8_FORMATS)
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 MAX_HEAD_DIM = 576
 MAX_HEAD_DIM_V = 512
+INTS = (int, torch.SymInt)  # while a compiler traces, a size may be a symbol
 
 
 def tensor(f: str, name: str, value: object, what: str = "") -> torch.Tensor:
@@ -43,6 +44,18 @@ def rank(f: str, name: str, value: torch.Tensor, ndim: int, what: str, fix: str 
     if value.dim() != ndim:
         rule = f"must have {ndim} {'axis' if ndim == 1 else 'axes'}, {what}"
         raise bad_value(f, name, rule, value, fix or f"Reshape {name} to {what}.")
+
+
+def has_shape(value: torch.Tensor, *shapes: tuple[int, ...]) -> bool:
+    """Whether the shape is one of these.
+
+    Ranks are compared first: tuples would compare a symbol with the size of another axis, and a
+    compiler would hold it to that.
+    """
+    return any(
+        value.dim() == len(shape) and all(a == b for a, b in zip(value.shape, shape, strict=True))
+        for shape in shapes
+    )
 
 
 def size(f: str, name: str, value: torch.Tensor, axis: int, want: int, why: str, fix: str) -> None:
@@ -80,7 +93,7 @@ def unit_stride(f: str, name: str, value: torch.Tensor, fix: str = "") -> None:
 def no_overlap(f: str, name: str, value: torch.Tensor) -> None:
     """For a tensor that is written: an axis of stride 0 would put many results in one place."""
     strides = value.stride()
-    if any(n > 1 and s == 0 for n, s in zip(value.shape, strides, strict=True)):
+    if any(s == 0 and n > 1 for n, s in zip(value.shape, strides, strict=True)):
         got = Text(f"{describe(value)} with strides {list(strides)}")
         rule = "must have its own memory for every entry (no axis of stride 0)"
         raise bad_value(f, name, rule, got, f"Pass {name}.contiguous() or a torch.empty tensor.")
@@ -140,9 +153,10 @@ def scale(
     rule = f"must be a float or float32 {shapes}"
     if value.dtype != torch.float32:
         raise bad_type(f, name, rule, value, f"Pass {name}.float().")
-    shape = tuple(value.shape)
-    heads = (batch, num_kv_heads)
-    if shape not in ((), (1,), (num_kv_heads,)) and (batch is None or shape != heads):
+    allowed = [(), (1,), (num_kv_heads,)]
+    if batch is not None:
+        allowed.append((batch, num_kv_heads))
+    if not has_shape(value, *allowed):
         fix = f"Reshape {name} to one of these shapes; the scale of one KV head comes as [Hkv]."
         raise bad_value(f, name, rule, value, fix)
     same_device(f, name, value, device, of)
@@ -255,7 +269,7 @@ def integer(
     f: str, name: str, value: object, low: int, high: int | None = None, *, fix: str = ""
 ) -> None:
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, INTS):
         fix = f"Pass a Python int; {name} is never read from a device."
         raise bad_type(f, name, f"must be an int {bounds}", Text(_brief(value)), fix)
     if value < low or (high is not None and value > high):

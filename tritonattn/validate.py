@@ -7,6 +7,8 @@ that passed once are remembered, so that a decode step pays for one look-up in a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from . import device as devices
@@ -31,52 +33,28 @@ _grad_enabled = torch.is_grad_enabled
 
 def validate(call: Call) -> Problem:
     """The call's Problem; raises for the first rule that the call breaks."""
-    f = call.function
-    causal, splits, invariant = call.causal, call.num_splits, call.batch_invariant
-    scale, cap, chunk = call.softmax_scale, call.softcap, call.chunk_size
+    # Scalars are looked at in every call, as a remembered one cannot vouch for them: True == 1.0.
+    left, right = _scalars(call)
     bound_q, bound_k = call.max_seqlen_q, call.max_seqlen_k
     k_scale, v_scale = call.k_scale, call.v_scale
-    window, left, right = call.window_size, False, False
-
-    # Scalars are looked at in every call, as a remembered one cannot vouch for them: True == 1.0.
-    if causal is not True and causal is not False:
-        rules.flag(f, "causal", causal)
-    if invariant is not True and invariant is not False:
-        rules.flag(f, "batch_invariant", invariant)
-    if call.return_lse is not True and call.return_lse is not False:
-        rules.flag(f, "return_lse", call.return_lse)
-    if scale is not None:
-        rules.finite(f, "softmax_scale", scale)
-    if type(cap) is not float or cap != 0.0:
-        rules.finite(f, "softcap", cap, 0.0, fix="Pass softcap=0.0 for no cap.")
-    if type(splits) is not int or splits != 0:
-        fix = "Pass num_splits=0 to leave the number to the library."
-        rules.integer(f, "num_splits", splits, 0, MAX_SPLITS, fix=fix)
-    if window is not None:
-        left, right = _window(f, window)
-    if chunk is not None:
-        fix = "Pass chunk_size=None for attention without chunks."
-        rules.integer(f, "chunk_size", chunk, 1, fix=fix)
-    if k_scale is not None and not isinstance(k_scale, _Tensor):
-        rules.scalar_scale(f, "k_scale", k_scale)
+    if not isinstance(k_scale, _Tensor):
         k_scale = None
-    if v_scale is not None and not isinstance(v_scale, _Tensor):
-        rules.scalar_scale(f, "v_scale", v_scale)
+    if not isinstance(v_scale, _Tensor):
         v_scale = None
     # The bounds only steer a choice, and the longest sequence grows by one a step: rounding up
     # keeps a decode loop on one Problem.
     if bound_q is not None:
-        rules.integer(f, "max_seqlen_q", bound_q, 0)
         bound_q = 1 << (bound_q - 1).bit_length() if bound_q > 1 else 1
     if bound_k is not None:
-        rules.integer(f, "max_seqlen_k", bound_k, 0)
         bound_k = 1 << (bound_k - 1).bit_length() if bound_k > 1 else 1
 
     key = None
     problem = None
     try:
-        facts = [f, causal, left, right, chunk is None, cap == 0.0, invariant, splits]
-        facts += (bound_q, bound_k)
+        facts = [
+            call.function, call.causal, left, right, call.chunk_size is None, call.softcap == 0.0,
+            call.batch_invariant, call.num_splits, bound_q, bound_k,
+        ]  # fmt: skip
         for x in (
             call.q, call.k, call.v, call.k_cache, call.v_cache, call.block_table,
             call.block_indptr, call.cu_seqlens_q, call.cu_seqlens_k, call.context_lens,
@@ -91,9 +69,9 @@ def validate(call: Call) -> Problem:
         problem = _seen.get(known)
         key = known
     except (AttributeError, TypeError, RuntimeError):
-        pass  # not a plain tensor, or sizes that are symbols: _check says which, or lets it pass
+        pass  # not a plain tensor: _check says which
     if problem is None:
-        problem = _check(call, left, right, bound_q, bound_k)
+        problem = _problem(call, _check(call), left, right, bound_q, bound_k)
         if key is not None:
             if len(_seen) >= _SEEN_LIMIT:
                 _seen.clear()
@@ -101,6 +79,53 @@ def validate(call: Call) -> Problem:
     if _grad_enabled():
         _refuse_grad(call)
     return problem
+
+
+def check(call: Call) -> None:
+    """The rules alone, for tensors without memory, whose sizes may be symbols.
+
+    A size is compared with what it has to equal and with nothing else, so that a program compiled
+    for some lengths holds for all.
+    """
+    _scalars(call)
+    _check(call)
+    if _grad_enabled():
+        _refuse_grad(call)
+
+
+def _scalars(call: Call) -> tuple[bool, bool]:
+    """Whether the window limits the left and the right side."""
+    f = call.function
+    causal, splits, invariant = call.causal, call.num_splits, call.batch_invariant
+    scale, cap, chunk = call.softmax_scale, call.softcap, call.chunk_size
+    left = right = False
+    if causal is not True and causal is not False:
+        rules.flag(f, "causal", causal)
+    if invariant is not True and invariant is not False:
+        rules.flag(f, "batch_invariant", invariant)
+    if call.return_lse is not True and call.return_lse is not False:
+        rules.flag(f, "return_lse", call.return_lse)
+    if scale is not None:
+        rules.finite(f, "softmax_scale", scale)
+    if type(cap) is not float or cap != 0.0:
+        rules.finite(f, "softcap", cap, 0.0, fix="Pass softcap=0.0 for no cap.")
+    if type(splits) is not int or splits != 0:
+        fix = "Pass num_splits=0 to leave the number to the library."
+        rules.integer(f, "num_splits", splits, 0, MAX_SPLITS, fix=fix)
+    if call.window_size is not None:
+        left, right = _window(f, call.window_size)
+    if chunk is not None:
+        fix = "Pass chunk_size=None for attention without chunks."
+        rules.integer(f, "chunk_size", chunk, 1, fix=fix)
+    if call.k_scale is not None and not isinstance(call.k_scale, _Tensor):
+        rules.scalar_scale(f, "k_scale", call.k_scale)
+    if call.v_scale is not None and not isinstance(call.v_scale, _Tensor):
+        rules.scalar_scale(f, "v_scale", call.v_scale)
+    if call.max_seqlen_q is not None:
+        rules.integer(f, "max_seqlen_q", call.max_seqlen_q, 0)
+    if call.max_seqlen_k is not None:
+        rules.integer(f, "max_seqlen_k", call.max_seqlen_k, 0)
+    return left, right
 
 
 def _window(f: str, window: object) -> tuple[bool, bool]:
@@ -112,7 +137,7 @@ def _window(f: str, window: object) -> tuple[bool, bool]:
     for side in window:
         if side is None:
             continue
-        if isinstance(side, bool) or not isinstance(side, int):
+        if isinstance(side, bool) or not isinstance(side, rules.INTS):
             fix = "Pass both sides as Python ints or None."
             raise bad_type(f, "window_size", rule, window, fix)
         if side < -1:
@@ -128,9 +153,20 @@ def _refuse_grad(call: Call) -> None:
             rules.no_grad(call.function, name, value)
 
 
-def _check(
-    call: Call, left: bool, right: bool, bound_q: int | None, bound_k: int | None
-) -> Problem:
+class _Sizes(NamedTuple):
+    """What the rules learn from the tensors; 0 or None where a function has no such."""
+
+    batch: int
+    num_kv_heads: int
+    head_dim_v: int
+    total_k: int
+    page_size: int
+    pages: int
+    cache_dtype: torch.dtype | None
+    out_dtype: torch.dtype
+
+
+def _check(call: Call) -> _Sizes:
     """Every rule about tensors, the cheap ones before the one that asks what the GPU can do."""
     f = call.function
     q = rules.tensor(f, "q", call.q, "[total_q, Hq, D]")
@@ -138,25 +174,17 @@ def _check(
     rules.dtype(f, "q", q, rules.COMPUTE_DTYPES, fix)
     rules.rank(f, "q", q, 3, "[total_q, Hq, D]", "Pack the tokens of all sequences on axis 0.")
     rules.unit_stride(f, "q", q)
-    total_q, num_heads, head_dim = q.shape
+    _, num_heads, _ = q.shape
     batch = _lengths(call, q)
 
-    num_kv_heads = head_dim_v = max_k = page_size = 0
+    num_kv_heads = head_dim_v = total_k = page_size = pages = 0
     cache_dtype = None
-    max_q = total_q if bound_q is None else min(bound_q, total_q)
-    if f == "paged_attention":
-        max_q = 1 if call.cu_seqlens_q is None else max_q
-    else:
-        num_kv_heads, head_dim_v, max_k = _new_keys(call, q)
-    capacity_k = max_k
-    if f == "prefix_attention":  # a sequence has as many new keys as queries
-        max_k, capacity_k = max_q, total_q
+    if f != "paged_attention":
+        num_kv_heads, head_dim_v, total_k = _new_keys(call, q)
     if f != "varlen_attention":
         cache = _cache(call, q)
         num_kv_heads, head_dim_v, page_size, cache_dtype = cache
         pages = rules.block_table(f, call.block_table, call.block_indptr, batch, q.device)
-        max_k += pages * page_size
-        capacity_k += pages * page_size
     if num_heads < 1 or num_heads % num_kv_heads:
         got = Text(f"{num_heads} query heads and {num_kv_heads} KV heads")
         fix = "Pass q with a whole number of query heads for each KV head."
@@ -169,15 +197,34 @@ def _check(
         for name, dtype in (("q", q.dtype), ("out", out_dtype)):
             if dtype == torch.bfloat16:
                 rules.bfloat16(f, name, device)
+    return _Sizes(
+        batch, num_kv_heads, head_dim_v, total_k, page_size, pages, cache_dtype, out_dtype
+    )
+
+
+def _problem(
+    call: Call, sizes: _Sizes, left: bool, right: bool, bound_q: int | None, bound_k: int | None
+) -> Problem:
+    f, q = call.function, call.q
+    total_q, num_heads, head_dim = q.shape
+    is_decode = f == "paged_attention" and call.cu_seqlens_q is None
+    max_q = total_q if bound_q is None else min(bound_q, total_q)
+    if is_decode:
+        max_q = 1
+    max_k = capacity_k = sizes.total_k
+    if f == "prefix_attention":  # a sequence has as many new keys as queries
+        max_k, capacity_k = max_q, total_q
+    max_k += sizes.pages * sizes.page_size
+    capacity_k += sizes.pages * sizes.page_size
     has_tree = call.tree_mask is not None
     return Problem(
         function=f,
         dtype=q.dtype,
-        out_dtype=out_dtype,
+        out_dtype=sizes.out_dtype,
         head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        num_kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
+        head_dim_v=sizes.head_dim_v,
+        num_kv_heads=sizes.num_kv_heads,
+        group=num_heads // sizes.num_kv_heads,
         mask=MaskSpec(
             causal=call.causal,
             has_left=left,
@@ -185,13 +232,13 @@ def _check(
             has_chunk=call.chunk_size is not None,
             has_tree=has_tree,
         ),
-        cache_dtype=cache_dtype,
-        page_size=page_size,
+        cache_dtype=sizes.cache_dtype,
+        page_size=sizes.page_size,
         has_softcap=call.softcap != 0.0,
         has_alibi=call.alibi_slopes is not None,
         has_sinks=call.sinks is not None,
         has_query_scale=call.query_scale is not None,
-        is_decode=f == "paged_attention" and call.cu_seqlens_q is None,
+        is_decode=is_decode,
         rows_aligned=all(
             x is None or rules.keeps_alignment(x)
             for x in (q, call.k, call.v, call.k_cache, call.v_cache, call.out)
@@ -199,13 +246,17 @@ def _check(
         types=tuple(
             x.dtype if isinstance(x, _Tensor) else None
             for x in (
-                call.block_table, call.block_indptr, call.alibi_slopes, call.sinks,
-                call.k_scale, call.v_scale,
+                call.block_table,
+                call.block_indptr,
+                call.alibi_slopes,
+                call.sinks,
+                call.k_scale,
+                call.v_scale,
             )
         ),
         batch_invariant=call.batch_invariant,
         num_splits=call.num_splits,
-        batch=batch,
+        batch=sizes.batch,
         total_q=total_q,
         max_q=max(max_q, 1),
         capacity_k=max(capacity_k, 1),
@@ -316,7 +367,7 @@ def _floats(
     """A small float tensor of any float dtype and strides: launching converts it."""
     x = rules.tensor(f, name, value, what)
     rules.dtype(f, name, x, rules.FLOAT_DTYPES, f"Pass {name}.float().")
-    if tuple(x.shape) not in shapes:
+    if not rules.has_shape(x, *shapes):
         raise bad_value(f, name, f"must be {what}", x, f"Pass {name} in that shape.")
     rules.same_device(f, name, x, q.device, "q")
 
@@ -327,7 +378,7 @@ def _out(value: object, f: str, q: torch.Tensor, head_dim_v: int) -> torch.dtype
     out = rules.tensor(f, "out", value, what)
     fix = "Pass an out of a dtype that attention is computed in."
     rules.dtype(f, "out", out, rules.COMPUTE_DTYPES, fix)
-    if tuple(out.shape) != shape:
+    if not rules.has_shape(out, shape):
         fix = "Pass torch.empty of that shape; Dv is the last axis of the values."
         raise bad_value(f, "out", f"must be {what}", out, fix)
     rules.unit_stride(f, "out", out, "Pass an out whose last axis is contiguous.")
