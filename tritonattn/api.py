@@ -286,12 +286,12 @@ def _attend(call: Call) -> Result:
     return run(call)
 
 
-def run(call: Call, lse: torch.Tensor | None = None) -> Result:
-    """A call's whole way; ``lse`` is written where it is given, as ``call.out`` is."""
+def run(call: Call) -> Result:
+    """A call's whole way."""
     problem = validate(call)
     if settings.CHECK:
         check_values(call, problem)
     # Here, so that importing the package neither imports triton nor asks for a GPU.
     from .launch import attend
 
-    return attend(call, problem, lse)
+    return attend(call, problem)

@@ -42,3 +42,4 @@ class Call:
     out: torch.Tensor | None = None
     num_splits: int = 0
     batch_invariant: bool = False
+    lse: torch.Tensor | None = None  # no argument; with return_lse, an operator's tensor to write

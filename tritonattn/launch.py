@@ -39,16 +39,15 @@ _ready: dict[tuple, Ready] = {}
 _READY_LIMIT = 4096
 
 
-def attend(
-    call: Call, problem: Problem, lse: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run a validated call; ``lse`` is written where it is given, as ``call.out`` is."""
+def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Run a validated call."""
     q = call.q
     ready = _get_ready(call, problem)
     total_q, heads, _ = q.shape
     out = call.out
     if out is None:
         out = q.new_empty((total_q, heads, problem.head_dim_v))
+    lse = call.lse
     if call.return_lse and lse is None:
         lse = q.new_empty((heads, total_q), dtype=torch.float32)
     splits = ready.plan.num_splits

@@ -184,8 +184,8 @@ def _define(
     """Register the operator of a public function.
 
     ``run`` and ``check`` take ``arguments``, None for the function's own, in their order.
-    ``check`` returns new tensors in place of the results, and works on tensors without memory.
-    ``mutates`` names the arguments that are written.
+    ``check`` works on tensors without memory and returns such in place of the results, if there are
+    any.  ``mutates`` names the arguments that are written.
     """
     name = function.__name__
     if arguments is None:
@@ -202,7 +202,8 @@ def _define(
         return run(*operator.unpack(packed))
 
     def fake(*packed: Any) -> Any:
-        return check(*operator.unpack(packed))
+        results = check(*operator.unpack(packed))
+        return None if returns == "()" else results
 
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tritonattn::{name}", fake, lib=_LIBRARY)
@@ -211,13 +212,13 @@ def _define(
 def _define_attention(function: Callable[..., Any]) -> None:
     written = [("out", _KINDS["torch.Tensor"]), ("lse", _KINDS["torch.Tensor | None"])]
     arguments = [(n, kind) for n, kind in _signature(function) if n != "out"] + written
+    names = [n for n, _ in arguments]
 
     def call(values: Sequence[Any]) -> Call:
-        given = dict(zip([n for n, _ in arguments[:-1]], values, strict=False))
-        return Call(function.__name__, **given)
+        return Call(function.__name__, **dict(zip(names, values, strict=True)))
 
     def run(*values: Any) -> None:
-        api.run(call(values), values[-1])
+        api.run(call(values))
 
     def check(*values: Any) -> None:
         validate.check(call(values))
@@ -231,10 +232,6 @@ def _check_gather(k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> A
     return cache_launch.gathered(k_cache, v_cache, total_k, dtype)
 
 
-def _check_copy(*arguments: Any) -> None:
-    cache_rules.check_copy(*arguments)
-
-
 _define_attention(api.varlen_attention)
 _define_attention(api.prefix_attention)
 _define_attention(api.paged_attention)
@@ -244,5 +241,5 @@ _define(kv_cache.gather_kv_cache, cache_launch.gather, _check_gather, returns=_t
 _define(
     kv_cache.write_kv_cache, cache_launch.write, cache_rules.check_write, mutates="k_cache v_cache"
 )
-_define(kv_cache.copy_blocks, cache_launch.copy, _check_copy, mutates="caches")
+_define(kv_cache.copy_blocks, cache_launch.copy, cache_rules.check_copy, mutates="caches")
 _define(kv_cache.swap_blocks, cache_launch.swap, cache_rules.check_swap, mutates="destination")
