@@ -44,14 +44,14 @@ class _Kind(NamedTuple):
     """How arguments of one annotation travel.
 
     ``schema`` has their place for a mark of mutation and for a name; ``fits`` says whether a value
-    has a type that can travel; ``pack`` turns it into as many values as the schema declares, and
-    ``unpack`` turns these back.
+    has a type that can travel.  ``pack`` turns it into the ``width`` values that the schema
+    declares, and ``unpack`` turns these back; None: the value travels as it is.
     """
 
     schema: str
     fits: Callable[[Any], bool]
-    pack: Callable[[Any], tuple[Any, ...]] = lambda value: (value,)
-    unpack: Callable[..., Any] = lambda value: value
+    pack: Callable[[Any], Sequence[Any]] | None = None
+    unpack: Callable[..., Any] | None = None
     width: int = 1
 
 
@@ -132,15 +132,21 @@ class _Operator(NamedTuple):
         for (_, kind), value in zip(self.arguments, values, strict=True):
             if not kind.fits(value):
                 self.check(*values)
-            packed += kind.pack(value)
+            packed += (value,) if kind.pack is None else kind.pack(value)
         return packed
 
-    def unpack(self, packed: Sequence[Any]) -> list[Any]:
-        values, at = [], 0
-        for _, kind in self.arguments:
-            values.append(kind.unpack(*packed[at : at + kind.width]))
-            at += kind.width
+
+def _unpacker(arguments: Arguments) -> Callable[[Sequence[Any]], list[Any]]:
+    """What turns an operator's arguments into the function's; quick, as it is in each call."""
+    changed = [(i, kind.width, kind.unpack) for i, (_, kind) in enumerate(arguments) if kind.unpack]
+
+    def unpack(packed: Sequence[Any]) -> list[Any]:
+        values = list(packed)
+        for at, width, unpack_one in changed:  # those before are one value each by now
+            values[at : at + width] = [unpack_one(*values[at : at + width])]
         return values
+
+    return unpack
 
 
 _operators: dict[str, _Operator] = {}
@@ -195,14 +201,16 @@ def _define(
     # Strides are a part of what was validated.
     exact = (torch.Tag.needs_exact_strides,)
     _LIBRARY.define(f"{name}({schema}) -> {returns}", tags=exact)
-    operator = _Operator(getattr(torch.ops.tritonattn, name).default, arguments, check)
-    _operators[name] = operator
+    overload = getattr(torch.ops.tritonattn, name).default
+    _operators[name] = _Operator(overload, arguments, check)
+
+    unpack = _unpacker(arguments)
 
     def kernel(*packed: Any) -> Any:
-        return run(*operator.unpack(packed))
+        return run(*unpack(packed))
 
     def fake(*packed: Any) -> Any:
-        results = check(*operator.unpack(packed))
+        results = check(*unpack(packed))
         return None if returns == "()" else results
 
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
