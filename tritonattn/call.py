@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -42,4 +43,9 @@ class Call:
     out: torch.Tensor | None = None
     num_splits: int = 0
     batch_invariant: bool = False
-    lse: torch.Tensor | None = None  # no argument; with return_lse, an operator's tensor to write
+    # Not arguments.  Launches of the calls that are like this one in all but addresses, shared by
+    # these; None: ``validate`` could not tell which they are.
+    repeats: dict[tuple, Any] | None = field(default=None, repr=False, compare=False)
+    # Whether an operator runs the call, in a compiled program; with return_lse it brings ``lse``.
+    is_operator: bool = False
+    lse: torch.Tensor | None = None

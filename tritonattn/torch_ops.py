@@ -223,7 +223,8 @@ def _define_attention(function: Callable[..., Any]) -> None:
     names = [n for n, _ in arguments]
 
     def call(values: Sequence[Any]) -> Call:
-        return Call(function.__name__, **dict(zip(names, values, strict=True)))
+        given = dict(zip(names, values, strict=True))
+        return Call(function.__name__, is_operator=True, **given)
 
     def run(*values: Any) -> None:
         api.run(call(values))

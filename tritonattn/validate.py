@@ -19,8 +19,9 @@ from .problem import MaskSpec, Problem
 
 MAX_SPLITS = 256
 
-# Calls that passed, by every fact that a rule below reads from a tensor; cleared when full.
-_seen: dict[tuple[object, ...], Problem] = {}
+# Calls that passed, by all that they are but addresses and contents: the Problem, and the launches
+# that such calls share.  Cleared when full.
+_seen: dict[tuple[object, ...], tuple[Problem, dict]] = {}
 _SEEN_LIMIT = 4096
 
 _DIFFERENTIABLE = (
@@ -37,10 +38,11 @@ def validate(call: Call) -> Problem:
     left, right = _scalars(call)
     bound_q, bound_k = call.max_seqlen_q, call.max_seqlen_k
     k_scale, v_scale = call.k_scale, call.v_scale
+    k_number = v_number = None
     if not isinstance(k_scale, _Tensor):
-        k_scale = None
+        k_scale, k_number = None, k_scale
     if not isinstance(v_scale, _Tensor):
-        v_scale = None
+        v_scale, v_number = None, v_scale
     # The bounds only steer a choice, and the longest sequence grows by one a step: rounding up
     # keeps a decode loop on one Problem.
     if bound_q is not None:
@@ -48,12 +50,12 @@ def validate(call: Call) -> Problem:
     if bound_k is not None:
         bound_k = 1 << (bound_k - 1).bit_length() if bound_k > 1 else 1
 
-    key = None
-    problem = None
+    key = seen = None
     try:
         facts = [
-            call.function, call.causal, left, right, call.chunk_size is None, call.softcap == 0.0,
-            call.batch_invariant, call.num_splits, bound_q, bound_k,
+            call.function, call.causal, left, right, call.chunk_size, call.softcap,
+            call.softmax_scale, k_number, v_number, call.batch_invariant, call.num_splits,
+            bound_q, bound_k, call.return_lse,
         ]  # fmt: skip
         for x in (
             call.q, call.k, call.v, call.k_cache, call.v_cache, call.block_table,
@@ -66,19 +68,27 @@ def validate(call: Call) -> Problem:
             else:
                 facts += (x.shape, x.stride(), x.dtype, x.device)
         known = tuple(facts)
-        problem = _seen.get(known)
+        seen = _seen.get(known)
         key = known
     except (AttributeError, TypeError, RuntimeError):
         pass  # not a plain tensor: _check says which
-    if problem is None:
-        problem = _problem(call, _check(call), left, right, bound_q, bound_k)
+    if seen is None:
+        limits = left is not None, right is not None
+        seen = _problem(call, _check(call), *limits, bound_q, bound_k), {}
         if key is not None:
             if len(_seen) >= _SEEN_LIMIT:
                 _seen.clear()
-            _seen[key] = problem
+            _seen[key] = seen
     if _grad_enabled():
         _refuse_grad(call)
+    problem, repeats = seen
+    call.repeats = repeats if key is not None else None
     return problem
+
+
+def forget() -> None:
+    """Check every call anew, and launch it as if it were the first of its kind."""
+    _seen.clear()
 
 
 def check(call: Call) -> None:
@@ -93,12 +103,12 @@ def check(call: Call) -> None:
         _refuse_grad(call)
 
 
-def _scalars(call: Call) -> tuple[bool, bool]:
-    """Whether the window limits the left and the right side."""
+def _scalars(call: Call) -> tuple[int | None, int | None]:
+    """The window's left and right side, None without a limit."""
     f = call.function
     causal, splits, invariant = call.causal, call.num_splits, call.batch_invariant
     scale, cap, chunk = call.softmax_scale, call.softcap, call.chunk_size
-    left = right = False
+    left = right = None
     if causal is not True and causal is not False:
         rules.flag(f, "causal", causal)
     if invariant is not True and invariant is not False:
@@ -128,8 +138,8 @@ def _scalars(call: Call) -> tuple[bool, bool]:
     return left, right
 
 
-def _window(f: str, window: object) -> tuple[bool, bool]:
-    """Whether the left and the right side are limited."""
+def _window(f: str, window: object) -> tuple[int | None, int | None]:
+    """(left, right), None for a side without a limit."""
     rule = "must be None or (left, right), each None or an int of at least -1 (-1: no limit)"
     if not isinstance(window, tuple | list) or len(window) != 2:
         fix = "A sliding window of W tokens, the query's own counted, is (W - 1, 0)."
@@ -143,7 +153,7 @@ def _window(f: str, window: object) -> tuple[bool, bool]:
         if side < -1:
             raise bad_value(f, "window_size", rule, window, "Pass -1 for a side without a limit.")
     left, right = window
-    return left is not None and left >= 0, right is not None and right >= 0
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def _refuse_grad(call: Call) -> None:
