@@ -55,7 +55,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     partial = torch.empty(1 << 26)
     monkeypatch.setattr(binaries, "_find", lambda kernel, *_: Binary(kernel.fn.__name__, launches))
     monkeypatch.setattr(devices, "describe", lambda _: H200)
-    monkeypatch.setattr(launch, "take", lambda *_: partial)
+    monkeypatch.setattr(launch, "take", lambda *_, **__: partial)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     driver = SimpleNamespace(get_current_stream=lambda _: 7)
@@ -243,6 +243,13 @@ def test_scratch_of_a_captured_graph_is_its_own(stream: SimpleNamespace) -> None
     stream.capturing = True
     captured = [scratch.take(Rows(0), 1000) for _ in range(2)]
     assert len({eager.data_ptr(), *(x.data_ptr() for x in captured)}) == 3
+
+
+def test_scratch_of_a_compiled_program_is_its_own(stream: SimpleNamespace) -> None:
+    """It runs in the memory of a graph that is to be captured, and that takes it all back."""
+    shared = scratch.take(Rows(0), 1000)
+    assert scratch.take(Rows(0), 1000, shared=False) is not shared
+    assert scratch.take(Rows(0), 1000) is shared
 
 
 def test_scratch_keeps_nothing_large(stream: SimpleNamespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import types
 from typing import Any
@@ -16,7 +17,7 @@ from traced import CALLS, CASES, E4M3, IDS, as_fake, assert_same_bits, public, t
 
 import tritonattn
 from tritonattn import device as devices
-from tritonattn import torch_ops
+from tritonattn import launch, torch_ops
 from tritonattn.tracing import is_traced
 
 PLAIN = {"alibi_slopes", "attention_temperature"}
@@ -118,6 +119,21 @@ def test_eager_calls_do_not_go_through_the_dispatcher(device) -> None:
             args, options = build(device)
             public(name)(*args, **options)
         assert not any(m.called for m in mocks.values())
+
+
+@pytest.mark.parametrize("is_operator", [False, True])
+def test_operator_shares_no_memory_with_eager_calls(is_operator) -> None:
+    shared = []
+
+    def take(like: Tensor, numel: int, **how: bool) -> Tensor:
+        shared.append(how["shared"])
+        return like.new_empty(numel, dtype=torch.float32)
+
+    args, options = CASES[2].build()  # with several splits
+    run = contextlib.nullcontext() if not is_operator else Recorder()
+    with mock.patch.object(launch, "take", take), run:
+        tritonattn.prefix_attention(*args, **options)
+    assert shared == [not is_operator]
 
 
 def test_is_traced_tells_plain_tensors_from_those_that_others_handle() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -35,17 +36,13 @@ def refusal(call: Any) -> TritonAttnError:
 
 
 def bad_attention(function: str, **changes: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    call = good(function, **changes)
-    names = TENSORS[function]
-    rest = {
-        field: getattr(call, field)
-        for field in call.__slots__
-        if field not in ("function", *names) and getattr(call, field) is not None
+    call, names = good(function, **changes), TENSORS[function]
+    options = {
+        name: getattr(call, name)
+        for name in inspect.signature(public(function)).parameters
+        if name not in names
     }
-    for option in ("block_indptr", "cu_seqlens_q"):
-        if function == "varlen_attention":
-            rest.pop(option, None)
-    return function, tuple(getattr(call, name) for name in names), rest
+    return function, tuple(getattr(call, name) for name in names), options
 
 
 def bad(build: Any, name: str, at: int | None = None, value: Any = None, **options: Any) -> Any:
