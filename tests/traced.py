@@ -81,6 +81,28 @@ def swap_call(device: Any = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (source, torch.zeros(2, 2, device=device), pairs), {}
 
 
+def decode_step(
+    q: Tensor, k: Tensor, v: Tensor, caches: Any, slots: Tensor, *where: Tensor, **options: Any
+) -> Tensor:
+    """Two layers: each writes new keys, then attends to the cache they are in."""
+    for _ in range(2):
+        tritonattn.write_kv_cache(k, v, *caches, slots)
+        q = tritonattn.paged_attention(q, *caches, *where, **options)
+        k, v = v, k
+    return q
+
+
+def decode_inputs(batch: int, pages: int, columns: int, device: Any = "cpu") -> list[Any]:
+    """q, k, v, a pool of keys and values, and where a new token goes behind the one cached."""
+    how: dict[str, Any] = {"dtype": torch.float32, "generator": generator(batch)}
+    q, k, v = (normal(batch, heads, 16, **how) for heads in (4, 2, 2))
+    pool = normal(pages, 2, 4, 2, 16, **how)
+    table = torch.zeros(batch, columns, dtype=torch.int32)
+    table[:, 0] = torch.arange(batch) * 2 % pages
+    slots, lens = table[:, 0].long() * 4 + 1, torch.full((batch,), 2, dtype=torch.int32)
+    return [x.to(device) for x in (q, k, v, pool, slots, table, lens)]
+
+
 Build = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 CALLS: list[tuple[str, Build]] = [
     *((case.function, case.build) for case in CASES),
