@@ -3,9 +3,9 @@
 ``torch.ops.tritonattn`` has an operator for each function that runs a kernel or writes in place.
 Eager calls do not go through it, as torch's dispatcher costs more than all the rest of a call.
 Where ``is_traced`` says so, a function turns its call into its operator's: a compiler then has one
-opaque node, which shapes and dtypes are known of (the fake implementation is the function's own
-validation, on tensors without memory, so that a bad call is refused while it is traced, in the same
-words), and which runs the function's own eager path whenever the compiled program does.
+opaque node, which runs the function's own eager path whenever the compiled program runs.  The fake
+implementation is the function's own validation, on tensors without memory: a bad call is refused
+while it is traced, in the same words, which torch.compile wraps in an error of its own.
 
 **Mutation.**  The attention operators return nothing: they write ``out`` and ``lse``, as an
 operator may not return an argument, and ``out=`` would otherwise want an operator of its own.
@@ -35,7 +35,7 @@ import torch
 
 from . import api, cache_launch, cache_rules, kv_cache, merge, validate
 from .call import Call
-from .rules import INTS
+from .rules import INTS, MAX_FLOAT32
 
 _LIBRARY = torch.library.Library("tritonattn", "DEF")
 
@@ -67,13 +67,14 @@ def _is_int(x: Any) -> bool:
 
 
 def _is_float(x: Any) -> bool:
-    return isinstance(x, float | torch.SymFloat) or _is_int(x)
+    # An int travels as a float, in which a refused one would read otherwise.
+    if not isinstance(x, float | torch.SymFloat) and not _is_int(x):
+        return False
+    return -MAX_FLOAT32 <= x <= MAX_FLOAT32
 
 
 def _is_window(x: Any) -> bool:
-    if x is None:
-        return True
-    return isinstance(x, tuple | list) and all(side is None or _is_int(side) for side in x)
+    return x is None or (isinstance(x, tuple | list) and len(x) == 2)
 
 
 def _pack_window(x: Any) -> tuple[Any, ...]:
@@ -159,7 +160,9 @@ def traced(function: str, *values: Any) -> Any:
 
 
 def traced_attention(call: Call) -> api.Result:
+    """The same for an attention function, with tensors for its results."""
     operator = _operators[call.function]
+    validate.scalars(call)  # before they travel, to be named as they were given
     q, out, lse = call.q, call.out, None
     v = call.v if call.v_cache is None else call.v_cache
     if isinstance(q, torch.Tensor) and isinstance(v, torch.Tensor):

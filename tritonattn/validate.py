@@ -35,7 +35,7 @@ _grad_enabled = torch.is_grad_enabled
 def validate(call: Call) -> Problem:
     """The call's Problem; raises for the first rule that the call breaks."""
     # Scalars are looked at in every call, as a remembered one cannot vouch for them: True == 1.0.
-    left, right = _scalars(call)
+    left, right = scalars(call)
     bound_q, bound_k = call.max_seqlen_q, call.max_seqlen_k
     k_scale, v_scale = call.k_scale, call.v_scale
     k_number = v_number = None
@@ -97,13 +97,13 @@ def check(call: Call) -> None:
     A size is compared with what it has to equal and with nothing else, so that a program compiled
     for some lengths holds for all.
     """
-    _scalars(call)
+    scalars(call)
     _check(call)
     if _grad_enabled():
         _refuse_grad(call)
 
 
-def _scalars(call: Call) -> tuple[int | None, int | None]:
+def scalars(call: Call) -> tuple[int | None, int | None]:
     """The window's left and right side, None without a limit."""
     f = call.function
     causal, splits, invariant = call.causal, call.num_splits, call.batch_invariant
