@@ -68,7 +68,7 @@ def test_packed_conversion_of_some_pages_is_that_of_all():
 
 
 K, V = torch.zeros(3, 2, 2, 5, 8), torch.zeros(3, 2, 16, 5)
-CACHE = torch.zeros(3, 5, 2, 16)
+CACHE, PACKED_K = torch.zeros(3, 5, 2, 16), torch.zeros(3, 2, 4, 5, 4)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ CACHE = torch.zeros(3, 5, 2, 16)
         (pack_kv_cache, (CACHE, CACHE[:2]), None, ArgumentValueError, r"must have 3 on axis 0"),
         (pack_kv_cache, (3, CACHE), None, ArgumentTypeError, r"k_cache must be a tensor"),
         (
-            pack_kv_cache, (CACHE, CACHE), (torch.zeros(3, 2, 4, 5, 4), V[:1].expand(3, -1, -1, -1)),
+            pack_kv_cache, (CACHE, CACHE), (PACKED_K, V[:1].expand(3, -1, -1, -1)),
             ArgumentValueError, r"must have its own memory",
         ),
     ],
