@@ -38,6 +38,7 @@ def test_attention_layer_shows_every_capability(device, capsys):
     said = capsys.readouterr().out
     assert "FAILED" not in said
     assert [what for what in SHOWN if what not in said] == []
+    assert ("a CUDA graph replayed" in said) == (device.type == "cuda")
 
 
 ALIBI = {"alibi_slopes": program.SLOPES}

@@ -35,6 +35,7 @@ def test_llama4_attention_shows_every_capability(device, capsys):
     said = capsys.readouterr().out
     assert "FAILED" not in said
     assert [what for what in SHOWN if what not in said] == []
+    assert ("a CUDA graph replayed" in said) == (device.type == "cuda")
 
 
 HOT = replace(layers.Config(attention_chunk_size=5), **program.TEMPERATURE)

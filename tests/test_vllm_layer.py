@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm_stand_in import loaded
@@ -168,8 +169,9 @@ def test_vllm_layer_equals_attention_over_the_same_tokens(backend, device, optio
 def test_vllm_layer_takes_every_option_at_once_in_every_layout(backend, device, layout):
     sinks = torch.arange(4, dtype=torch.bfloat16, device=device)
     make_step(
-        backend, device, layout=layout, padding=3, alibi_slopes=SLOPES, sliding_window=9,
-        logits_soft_cap=2.0, sinks=sinks, kv_cache_dtype="fp8_e4m3", scales=(0.4, 0.7),
+        backend, device, ((13, 6), (20, 1)), layout=layout, padding=3, alibi_slopes=SLOPES,
+        sliding_window=9, logits_soft_cap=2.0, sinks=sinks, kv_cache_dtype="fp8_e4m3",
+        scales=(0.4, 0.7),
     ).check()  # fmt: skip
 
 
@@ -183,6 +185,10 @@ def test_vllm_layer_writes_its_slots_and_nothing_else(backend, device):
 def test_vllm_layer_needs_no_bound_on_queries_to_hold(backend, device):
     """A graph captured for decodes may replay a mixed batch: the bound is then too small."""
     make_step(backend, device, max_query_len=1).check()
+
+
+def test_vllm_layer_takes_the_numpy_bounds_of_chunked_layers(backend, device):
+    make_step(backend, device, ((0, 5), (13, 6)), max_query_len=np.int32(6)).check()
 
 
 def test_vllm_layer_is_batch_invariant_where_vllm_asks_for_it(backend, device, monkeypatch):

@@ -1,8 +1,8 @@
 """An attention backend for vLLM, from outside its tree: ``--attention-backend CUSTOM``.
 
 ``pip install tritonattn`` beside vLLM is all: the entry point ``vllm_plugin.register`` makes
-``TritonAttnBackend`` vLLM's CUSTOM.  It follows the v1 interface (``vllm.v1.attention.backend``) as
-of vLLM 0.33, which it meets back to 0.26; older ones shape their caches in other ways.
+``TritonAttnBackend`` vLLM's CUSTOM.  It follows the v1 interface (``vllm.v1.attention.backend``) of
+vLLM 0.33, and meets that of 0.26; older versions may shape their caches in other ways.
 
 All that vLLM passes to an attention layer is done by the kernels, in every combination: scale,
 grouped heads, ALiBi slopes, sliding window, logits soft cap, sinks, float8 caches with a scale a
@@ -175,8 +175,8 @@ class TritonAttnMetadataBuilder(AttentionMetadataBuilder[TritonAttnMetadata]):
                 raise unsupported("TritonAttnMetadataBuilder.build", name, why, value, way_out)
         return TritonAttnMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
+            max_query_len=int(common.max_query_len),  # of chunked layers they are numpy's
+            max_seq_len=int(common.max_seq_len),
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
