@@ -107,6 +107,7 @@ def show_mixed(device) -> Iterator[str]:
     written = 2 * sum(step.metadata.seq_lens) * layer.num_kv_heads * layer.head_size
     assert step.kv_cache.isfinite().sum() == written
     yield "  (padding came out as 0, and its slots of -1 left every other slot as it was)"
+    yield "  (each step's metadata, here and above, came out as it went in: nothing is kept on it)"
 
 
 def show_graph(device) -> Iterator[str]:

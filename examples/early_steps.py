@@ -68,20 +68,15 @@ def make_step(
         how_stored = (slots[b][:context], layer.kv_cache_dtype, kv_scale)
         PagedAttention.write_to_paged_cache(*rows, *halves, *how_stored)
     tokens = sum(new)
-    key, value = (
-        F.pad(
-            torch.cat([x[-n:] for x, n in zip(xs, new, strict=True)]).flatten(1), (0, 0, 0, padding)
-        )
-        for xs in dense
-    )
+    rows = (torch.cat([x[-n:] for x, n in zip(xs, new, strict=True)]) for xs in (*dense, slots))
+    key, value, slot_mapping = rows
+    key, value = (F.pad(x.flatten(1), (0, 0, 0, padding)) for x in (key, value))
     num_prompts, num_prompt_tokens = len(prompts), sum(n for _, n in prompts)
     metadata = AttentionMetadata(
         num_prefills=num_prompts,
         num_prefill_tokens=num_prompt_tokens,
         num_decode_tokens=len(decodes),
-        slot_mapping=F.pad(
-            torch.cat([s[-n:] for s, n in zip(slots, new, strict=True)]), (0, padding), value=-1
-        ),
+        slot_mapping=F.pad(slot_mapping, (0, padding), value=-1),
         seq_lens=lens,
         seq_lens_tensor=torch.tensor(lens, dtype=torch.int32, device=device),
         max_query_len=max((n for _, n in prompts), default=0),
@@ -100,28 +95,23 @@ def make_step(
 def plain(layer: Attention, step: Step, compute_dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Attention over the dense tokens, those that come from a float8 cache rounded as it does."""
     m = step.metadata
-    starts = m.subquery_start_loc.tolist()
-    keys, values = (
-        torch.cat([
-            torch.cat([as_cached(layer, x[:n], step.kv_scale), x[n:].double()])
-            for b, x in enumerate(xs)
-            # A prompt's own tokens are attended as they are, unless all goes through the cache.
-            for n in [len(x) - (starts[b + 1] - starts[b])
-                      if b < m.num_prefills and not layer.one_call else len(x)]
-        ])
-        for xs in step.dense
-    )  # fmt: skip
+    new = m.subquery_start_loc.diff().tolist()
+
+    def attended(tokens: list[torch.Tensor]) -> torch.Tensor:
+        """A prompt's own tokens as they are, unless all goes through the cache."""
+        rows = []
+        for b, x in enumerate(tokens):
+            own = new[b] if b < m.num_prefills and not layer.one_call else 0
+            cached = x[: len(x) - own]
+            rows += [as_cached(layer, cached, step.kv_scale), x[len(cached) :].double()]
+        return torch.cat(rows)
+
+    keys, values = map(attended, step.dense)
     lens = cumulative([len(x) for x in step.dense[0]], keys.device)
     query = step.query.view(-1, layer.num_heads, layer.head_size)
-    return reference.varlen_attention(
-        query,
-        keys,
-        values,
-        m.subquery_start_loc,
-        lens,
-        compute_dtype=compute_dtype,
-        **layer.options,
-    ).flatten(1)
+    tensors = (query, keys, values, m.subquery_start_loc, lens)
+    out = reference.varlen_attention(*tensors, compute_dtype=compute_dtype, **layer.options)
+    return out.flatten(1)
 
 
 def as_cached(layer: Attention, x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -131,6 +121,7 @@ def as_cached(layer: Attention, x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def compare(layer: Attention, step: Step, out: torch.Tensor) -> str:
+    """How far ``out`` is from float64; an AssertionError where that is too far."""
     oracle, fair = plain(layer, step), plain(layer, step, step.query.dtype)
     factor = 2.0 if layer.kv_cache_dtype == "auto" else 4.0
     if layer.options.get("softcap"):
@@ -140,6 +131,7 @@ def compare(layer: Attention, step: Step, out: torch.Tensor) -> str:
 
 
 def check(layer: Attention, step: Step) -> str:
+    """Run the step and compare; the metadata must come out of it as it went in."""
     before = [getattr(step.metadata, f.name) for f in fields(step.metadata)]
     before = [x.clone() if isinstance(x, torch.Tensor) else x for x in before]
     said = compare(layer, step, step.run(layer, step.kv_cache))

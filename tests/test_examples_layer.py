@@ -23,6 +23,7 @@ SHOWN = (
     "window of 6, blocks before it freed",
     "3 tokens of padding, a call each",
     "3 tokens of padding, one call",
+    "nothing is kept on it",
     "2 sequences of other lengths in a batch of 4, the rest 0",
     "head size 50",
     "slice of the model's 6 slopes",
