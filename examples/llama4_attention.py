@@ -56,17 +56,12 @@ def plain(
     pos = torch.arange(len(x), device=x.device)
     seen = pos[None, :] <= pos[:, None]
     if use_rope:
-        seen &= (
-            pos[None, :] // config.attention_chunk_size
-            == pos[:, None] // config.attention_chunk_size
-        )
+        chunk = pos // config.attention_chunk_size
+        seen &= chunk[None, :] == chunk[:, None]
         q, k = (turn_as_complex(y.to(wide), pos, config).to(dtype) for y in (q, k))
         if config.use_qk_norm:
             q, k = (
-                (
-                    y.to(wide)
-                    / (y.to(wide).square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
-                ).to(dtype)
+                F.rms_norm(y.to(wide), y.shape[-1:], eps=config.rms_norm_eps).to(dtype)
                 for y in (q, k)
             )
     elif config.attn_temperature_tuning:  # as Llama 4 itself has it: on the queries
