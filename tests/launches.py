@@ -49,9 +49,9 @@ def recorded(
     estimates: list[int] = []
     make_spec = launch.make_spec
 
-    def estimate(problem, config, *rest):
+    def estimate(problem, plan, config, *rest):
         estimates.append(shared_memory(config, problem, device))
-        return make_spec(problem, config, *rest)
+        return make_spec(problem, plan, config, *rest)
 
     def record(kernel, grid, args, constants, options, *_) -> None:
         known = estimates.pop() if estimates else None

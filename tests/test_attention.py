@@ -75,7 +75,6 @@ def test_attention_any_config_gives_the_same_result(function, data, device):
             check(case, device=device)
 
 
-
 def truths(*args, **options):
     """The oracle, and what PyTorch attention in the inputs' dtype gives."""
     both = (torch.float64, args[0].dtype)
@@ -190,5 +189,3 @@ def test_attention_float64_is_refused_and_names_the_way_out(device):
     cu = cumulative((1,), device=device)
     with pytest.raises(TypeError, match=r"varlen_attention: q .*float64"):
         ta.varlen_attention(q, q, q, cu, cu)
-
-

@@ -94,7 +94,7 @@ def test_repeat_runs_what_the_first_launch_ran(case: Case, log: list[tuple]) -> 
 
 def decode() -> list[torch.Tensor]:
     q, cache = torch.empty(2, 8, 64), torch.empty(4, 16, 2, 64)
-    ints = torch.zeros(2, 3, dtype=torch.int32)
+    ints = torch.zeros(2, 300, dtype=torch.int32)
     return [q, cache, cache, ints, ints[:, 0].contiguous()]
 
 

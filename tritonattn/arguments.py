@@ -6,7 +6,7 @@ import torch
 
 from . import rules
 from .call import Scale
-from .kernels.tiles import Dequantise, Pages, Rows
+from .kernels.tiles import Dequantise, Output, Pages, Partials, Rows
 
 
 def rows(tensor: torch.Tensor) -> Rows:
@@ -17,6 +17,18 @@ def rows(tensor: torch.Tensor) -> Rows:
 def pages(tensor: torch.Tensor) -> Pages:
     """``[pages, page_size, heads, dim]``."""
     return Pages(tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2))
+
+
+def output(out: torch.Tensor, lse: torch.Tensor | None) -> Output:
+    """``[tokens, heads, dim]`` and ``[heads, tokens]``."""
+    return Output(out, out.stride(0), out.stride(1), lse, 0 if lse is None else lse.stride(0))
+
+
+def partials(out: torch.Tensor, lse: torch.Tensor, counts: torch.Tensor | None) -> Partials:
+    """``[parts, tokens, heads, dim]``, ``[parts, heads, tokens]`` and ``[heads, tokens]``."""
+    return Partials(
+        out, out.stride(0), out.stride(1), out.stride(2), lse, lse.stride(0), lse.stride(1), counts
+    )
 
 
 def dequantise(scale: Scale) -> Dequantise:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from . import binaries, device, validate
-from .arguments import bytes_if_fp8, dequantise, pages, rows
+from .arguments import bytes_if_fp8, dequantise, output, pages, partials, rows
 from .call import Call
 from .kernels.attention import Masking, Scoring, attention_kernel
 from .kernels.spec import Spec
-from .kernels.tiles import Batch, Output, Table
+from .kernels.splits import Splits
+from .kernels.tiles import Batch, Table
 from .merge import merge_partials
 from .plan import Plan, plan
 from .problem import Problem
@@ -51,7 +53,16 @@ class Repeats:
     merge: binaries.Repeat | None
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    partial_numel: tuple[int, int]  # of the splits' out and lse
+    offsets: list[int]  # of the partial results in their scratch, in bytes
+    scratch: int  # its size, in float32
+
+
+class Partial(NamedTuple):
+    """``[parts, tokens, heads, dim]``, ``[parts, heads, tokens]`` and ``[heads, tokens]``."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    counts: torch.Tensor
 
 
 _ready: dict[tuple, Ready] = {}
@@ -77,11 +88,10 @@ def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, t
     if repeats.merge is None:
         repeats.attention(*addresses, *results)
     else:
-        num_out, num_lse = repeats.partial_numel
-        scratch = take(call.q, num_out + num_lse, shared=not call.is_operator)
+        scratch = take(call.q, repeats.scratch, shared=not call.is_operator)
         start = scratch.data_ptr()
-        parts = (start, start + 4 * num_out)
-        repeats.attention(*addresses, *parts)
+        parts = [start + offset for offset in repeats.offsets]
+        repeats.attention(*addresses, *results, *parts)
         repeats.merge(*parts, *results)
     return out if lse is None else (out, lse)
 
@@ -98,7 +108,7 @@ def _first(
     """Run a call, and keep what others of its kind can repeat under ``key``."""
     q = call.q
     ready = _get_ready(call, problem, *key)
-    config, splits = ready.config, ready.plan.num_splits
+    config = ready.config
     total_q, heads, _ = q.shape
     shape, lse_shape = (total_q, heads, problem.head_dim_v), (heads, total_q)
     out = call.out
@@ -107,37 +117,44 @@ def _first(
     lse = call.lse
     if lse is None and call.return_lse:
         lse = q.new_empty(lse_shape, dtype=torch.float32)
-    target, target_lse = out, lse
-    num_out, num_lse = splits * out.numel(), splits * heads * total_q
-    if splits > 1:
-        scratch = take(q, num_out + num_lse, shared=not call.is_operator)
-        target = scratch[:num_out].view(splits, *shape)
-        target_lse = scratch[num_out : num_out + num_lse].view(splits, *lse_shape)
-    args = arguments(call, problem, ready.plan, config, target, target_lse)
+    parts = ready.plan.num_splits
+    partial = _partial(call, parts, shape) if parts > 1 else None
+    args = arguments(call, problem, ready.plan, config, out, lse, partial)
     tiles = problem.batch
     if call.cu_seqlens_q is not None:
         tiles += total_q // (config.block_m // config.pack) + 1
-    programs_per_tile = splits * problem.num_kv_heads * -(-problem.group // config.pack)
+    programs_per_tile = problem.num_kv_heads * -(-problem.group // config.pack)
     attention = binaries.launch(
-        attention_kernel, tiles * programs_per_tile, args, {"SPEC": ready.spec},
-        binaries.Options(config.num_warps, config.num_stages), ready.gpu, q.device,
+        attention_kernel, tiles * programs_per_tile * parts, args,
+        {"SPEC": ready.spec}, binaries.Options(config.num_warps, config.num_stages), ready.gpu,
+        q.device,
     )  # fmt: skip
     merge = None
-    if splits > 1 and target_lse is not None:
-        merge = merge_partials(target, target_lse, out, lse, ready.gpu)
+    if partial is not None:
+        merge = merge_partials(partial.out, partial.lse, out, lse, ready.gpu, partial.counts)
     if attention is not None and call.repeats is not None:
         names = [name for name in _INPUTS if isinstance(getattr(call, name), torch.Tensor)]
         inputs, repeat = operator.attrgetter(*names), binaries.Repeat(attention)
-        given = (
-            (*inputs(call), target) if target_lse is None else (*inputs(call), target, target_lse)
-        )
+        given = [x.data_ptr() for x in (*inputs(call), out, lse, *(partial or ())) if x is not None]
         # Not so where an argument had to be copied into another layout.
-        if repeat.addresses == [x.data_ptr() for x in given]:
+        if repeat.addresses == given:
+            offsets = [x.data_ptr() - partial.out.data_ptr() for x in partial] if partial else []
             call.repeats[key] = Repeats(
                 inputs, repeat, None if merge is None else binaries.Repeat(merge),
-                shape, lse_shape, (num_out, num_lse),
+                shape, lse_shape, offsets, sum(x.numel() for x in partial or ()),
             )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def _partial(call: Call, parts: int, shape: tuple[int, int, int]) -> Partial:
+    tokens, heads, dim = shape
+    sizes = parts * tokens * heads * dim, parts * tokens * heads, tokens * heads
+    scratch = take(call.q, sum(sizes), shared=not call.is_operator)
+    out, lse, counts = scratch[: sum(sizes)].split(sizes)
+    return Partial(
+        out.view(parts, tokens, heads, dim), lse.view(parts, heads, tokens),
+        counts.view(torch.int32).view(heads, tokens),
+    )  # fmt: skip
 
 
 def _is_aligned(call: Call, problem: Problem) -> bool:
@@ -160,12 +177,11 @@ def _get_ready(call: Call, problem: Problem, aligned: bool, config: KernelConfig
         gpu = device.describe(call.q.device)
         plan_ = plan(problem, gpu)
         found = lookup(problem, gpu)
-        has_lse = call.return_lse or plan_.num_splits > 1
         if plan_.num_splits > 1:  # partial results in float32, packed
             aligned &= problem.head_dim_v % 4 == 0
-        elif call.out is None:
+        if call.out is None:
             aligned &= problem.head_dim_v * problem.dtype.itemsize % 16 == 0
-        spec = make_spec(problem, found, gpu, has_lse, aligned)
+        spec = make_spec(problem, plan_, found, gpu, call.return_lse, aligned)
         if len(_ready) >= _READY_LIMIT:
             _ready.clear()
         ready = _ready[key] = Ready(gpu, plan_, found, spec)
@@ -177,8 +193,9 @@ def arguments(
     problem: Problem,
     plan_: Plan,
     config: KernelConfig,
-    target: torch.Tensor,
-    target_lse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial: Partial | None,
 ) -> tuple:
     """The attention kernel's run-time arguments, in its order."""
     k = v = k_cache = v_cache = table = None
@@ -199,9 +216,9 @@ def arguments(
     if problem.mask.causal and not problem.mask.has_tree:
         right = 0
     tree = None if call.tree_mask is None else call.tree_mask.view(torch.uint8)
+    reach = _limit(left), _limit(right), _limit(call.chunk_size)
     masking = Masking(
-        _limit(left), _limit(right), _limit(call.chunk_size),
-        tree, *((0, 0, 0) if tree is None else (*tree.stride(), tree.shape[1])),
+        *reach, tree, *((0, 0, 0) if tree is None else (*tree.stride(), tree.shape[1])),
     )  # fmt: skip
     alibi, sinks = call.alibi_slopes, call.sinks
     stride_alibi = (0, 0)
@@ -216,22 +233,32 @@ def arguments(
         sinks,
         0 if sinks is None else sinks.stride(0),
     )
-    split_stride, lse_split = 0, 0
-    if target.dim() == 4 and target_lse is not None:
-        split_stride, lse_split = target.stride(0), target_lse.stride(0)
-    output = Output(
-        target, split_stride, target.stride(-3), target.stride(-2),
-        target_lse, lse_split, 0 if target_lse is None else target_lse.stride(-2),
-    )  # fmt: skip
+    splits = None
+    if partial is not None:
+        splits = Splits(
+            plan_.num_splits, -(-plan_.split_keys // config.block_n), plan_.programs,
+            -(-plan_.least_keys // config.block_n), _widest(*reach, config.block_m // config.pack),
+        )  # fmt: skip
     return (
         rows(call.q), k, v, k_cache, v_cache,
-        dequantise(call.k_scale), dequantise(call.v_scale), table, batch, scoring, masking, output,
-        problem.num_kv_heads, plan_.num_splits, -(-plan_.split_keys // config.block_n),
+        dequantise(call.k_scale), dequantise(call.v_scale), table, batch, scoring, masking,
+        output(out, lse), None if partial is None else partials(*partial), splits,
+        problem.num_kv_heads,
     )  # fmt: skip
+
+
+def _widest(left: int, right: int, chunk: int, queries: int) -> int:
+    """About how many keys ``queries`` neighbours can see, however many there are."""
+    return min(left + right, chunk, _NO_LIMIT) + queries
 
 
 def make_spec(
-    problem: Problem, config: KernelConfig, gpu: device.Device, has_lse: bool, aligned: bool
+    problem: Problem,
+    plan_: Plan,
+    config: KernelConfig,
+    gpu: device.Device,
+    has_lse: bool,
+    aligned: bool,
 ) -> Spec:
     """What selects the machine code of a problem under a configuration."""
     page = problem.page_size
@@ -259,6 +286,7 @@ def make_spec(
         problem.has_sinks,
         problem.has_query_scale,
         has_lse,
+        plan_.num_splits > 1,
         aligned,
         gpu.is_interpreter,
     )

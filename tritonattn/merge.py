@@ -78,30 +78,25 @@ def merge_partials(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     device: Device,
+    counts: torch.Tensor | None = None,
 ) -> Repeatable | None:
     """Merge the parts of a softmax whose keys were split.
 
     ``partial_out [S, T, H, Dv]`` and ``partial_lse [S, H, T]`` become ``out [T, H, Dv]`` and, where
-    it is given, ``lse [H, T]``.  Last strides are 1, the others and the float dtypes of
-    ``partial_out`` and ``out`` any; both lse are float32.  What ``binaries.launch`` returns.
+    it is given, ``lse [H, T]``; rows that have one part by ``counts [H, T]`` int32 stay as they
+    are.  Last strides are 1, the others and the float dtypes of ``partial_out`` and ``out`` any;
+    both lse are float32.  What ``binaries.launch`` returns.
     """
     import triton
 
-    from . import binaries
+    from . import arguments, binaries
     from .kernels.reduce import merge_kernel
-    from .kernels.tiles import Output
 
     num_parts, num_tokens, num_heads, head_dim = partial_out.shape
     num_rows = num_tokens * num_heads
     block_d = max(1, triton.next_power_of_2(head_dim))
     # The interpreter pays by the operation, a GPU by the time its few programs wait for memory.
     block_rows = 256 if device.is_interpreter else max(1, 256 // block_d)
-    parts = Output(
-        partial_out, partial_out.stride(0), partial_out.stride(1), partial_out.stride(2),
-        partial_lse, partial_lse.stride(0), partial_lse.stride(1),
-    )  # fmt: skip
-    lse_stride = 0 if lse is None else lse.stride(0)
-    merged = Output(out, 0, out.stride(0), out.stride(1), lse, 0, lse_stride)
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_ROWS": block_rows,
@@ -110,7 +105,10 @@ def merge_partials(
     }
     grid = -(-num_rows // block_rows)
     options = binaries.Options(num_warps=2 if block_d <= 256 else 4)
-    args = (parts, merged, num_parts, num_rows, num_heads)
+    args = (
+        arguments.partials(partial_out, partial_lse, counts), arguments.output(out, lse),
+        num_parts, num_rows, num_heads,
+    )  # fmt: skip
     return binaries.launch(merge_kernel, grid, args, constants, options, device, out.device)
 
 

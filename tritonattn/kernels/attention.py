@@ -2,7 +2,7 @@
 
     out_i = sum_j softmax_j(s_ij) v_j,   s_ij = scale q_i . k_j  (capped, biased and masked)
 
-A program takes one tile of (token, head) rows of one sequence and one KV head, and one split of the
+A program takes one tile of (token, head) rows of one sequence and one KV head, and one part of the
 keys that they see.  The three public functions are this kernel with other sources of keys.
 """
 
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import masks, softmax
+from .splits import tiles_per_part
 from .tiles import find_sequence, load_scale, load_tile, store_tile
 from .walk import Queries, Source, attend
 
@@ -56,21 +57,40 @@ def visible_keys(pos, num_keys, masking, SPEC):
 
 
 @triton.jit
-def store_rows(output, acc, lse, split, token, head, row_ok, SPEC):
-    """A tile's rows of out and lse; ``token`` counts over the whole batch."""
-    split = split.to(tl.int64)
-    rows = output.ptr + split * output.stride_split + head * output.stride_head
-    rows += token.to(tl.int64) * output.stride_token
+def store_tile_rows(rows, acc, row_ok, SPEC):
     store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
-    if SPEC.HAS_LSE:
-        store_lse(output, lse, split, token, head, row_ok)
 
 
 @triton.jit
-def store_lse(output, lse, split, token, head, row_ok):
-    lse_rows = output.lse + split.to(tl.int64) * output.stride_lse_split
-    lse_rows += head * output.stride_lse_head
-    tl.store(lse_rows + token, lse, mask=row_ok)
+def store_part(partials, acc, lse, part, token, head, row_ok, SPEC):
+    part = part.to(tl.int64)
+    rows = partials.ptr + part * partials.stride_part + head * partials.stride_head
+    store_tile_rows(rows + token.to(tl.int64) * partials.stride_token, acc, row_ok, SPEC)
+    lses = partials.lse + part * partials.stride_lse_part + head * partials.stride_lse_head
+    tl.store(lses + token, lse, mask=row_ok)
+
+
+@triton.jit
+def store_whole(output, acc, lse, token, head, row_ok, SPEC):
+    rows = output.ptr + token.to(tl.int64) * output.stride_token + head * output.stride_head
+    store_tile_rows(rows, acc, row_ok, SPEC)
+    if SPEC.HAS_LSE:
+        tl.store(output.lse + head * output.stride_lse_head + token, lse, mask=row_ok)
+
+
+@triton.jit
+def store_rows(output, partials, acc, lse, part, parts, token, head, row_ok, SPEC):
+    """A tile's rows of out and lse, or of one of their parts; ``token`` counts over the batch."""
+    if SPEC.SPLIT:
+        if part == 0:
+            counts = partials.counts + head * partials.stride_lse_head + token
+            tl.store(counts, tl.zeros_like(token) + parts, mask=row_ok)
+        if parts > 1:
+            store_part(partials, acc, lse, part, token, head, row_ok, SPEC)
+        else:
+            store_whole(output, acc, lse, token, head, row_ok, SPEC)
+    else:
+        store_whole(output, acc, lse, token, head, row_ok, SPEC)
 
 
 @triton.jit
@@ -87,9 +107,9 @@ def attention_kernel(
     scoring,  # Scoring
     masking,  # Masking
     output,  # Output
+    partials,  # Partials, if SPEC.SPLIT
+    splits,  # Splits, if SPEC.SPLIT
     num_kv_heads,
-    num_splits,
-    split_tiles,  # key tiles a split; 0: as many as make num_splits equal splits
     SPEC: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
@@ -102,9 +122,12 @@ def attention_kernel(
     pid = pid // HEAD_BLOCKS
     kv_head = pid % num_kv_heads
     pid = pid // num_kv_heads
-    split = pid % num_splits
-    last_tile = tl.num_programs(0) // (HEAD_BLOCKS * num_kv_heads * num_splits) - 1
-    tile = last_tile - pid // num_splits
+    most = 1
+    if SPEC.SPLIT:
+        most = splits.most
+    part = pid % most
+    last_tile = tl.num_programs(0) // (HEAD_BLOCKS * num_kv_heads * most) - 1
+    tile = last_tile - pid // most
 
     # The sequence, its queries and its keys.
     if batch.cu_seqlens_q is not None:
@@ -128,7 +151,8 @@ def attention_kernel(
     acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
     nothing = tl.full([SPEC.BLOCK_M], float("-inf"), tl.float32)
     if sequence >= batch.num_seqs:  # rows past the last sequence
-        store_rows(output, acc, nothing, split, token, head, row_ok, SPEC)
+        if part == 0:
+            store_rows(output, partials, acc, nothing, part, 1, token, head, row_ok, SPEC)
         return
 
     context = 0  # keys in the cache
@@ -157,16 +181,15 @@ def attention_kernel(
         full_high = tl.minimum(full_high, tl.maximum(shift, 0))
     first_tile = low // SPEC.BLOCK_N
     num_tiles = tl.cdiv(tl.maximum(high, low), SPEC.BLOCK_N) - first_tile
-    share = split_tiles
-    if split_tiles == 0:
-        share = tl.cdiv(num_tiles, num_splits)
-    low = tl.maximum(low, (first_tile + split * share) * SPEC.BLOCK_N)
-    high = tl.minimum(high, (first_tile + (split + 1) * share) * SPEC.BLOCK_N)
-
-    if (split > 0) & (low >= high):  # an empty part: its output is never read
-        if SPEC.HAS_LSE:
-            store_lse(output, nothing, split, token, head, row_ok)
-        return
+    parts = 1
+    if SPEC.SPLIT:
+        walks = num_kv_heads * HEAD_BLOCKS
+        share = tiles_per_part(num_tiles, splits, batch, walks, BLOCK_Q, SPEC)
+        parts = tl.maximum(tl.cdiv(num_tiles, share), 1)
+        if part >= parts:
+            return
+        low = tl.maximum(low, (first_tile + part * share) * SPEC.BLOCK_N)
+        high = tl.minimum(high, (first_tile + (part + 1) * share) * SPEC.BLOCK_N)
 
     q_rows = q.ptr + token.to(tl.int64) * q.stride_token + head * q.stride_head
     q_tile = load_tile(q_rows, row_ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
@@ -186,7 +209,7 @@ def attention_kernel(
     sink = nothing
     if SPEC.HAS_SINK:
         sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0)
-        sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))
+        sink = tl.where(part == 0, sink.to(tl.float32), float("-inf"))
     row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK)
     tree_rows = token.to(tl.int64)
     if SPEC.HAS_TREE:
@@ -235,4 +258,4 @@ def attention_kernel(
     offs_q, head, row_ok = tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC)
     token = q_start + offs_q
     out, lse = softmax.finish(acc, row_max, row_sum, q_tile.dtype == tl.float32)
-    store_rows(output, out, lse, split, token, head, row_ok, SPEC)
+    store_rows(output, partials, out, lse, part, parts, token, head, row_ok, SPEC)

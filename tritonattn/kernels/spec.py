@@ -35,5 +35,6 @@ class Spec(NamedTuple):
     HAS_SINK: bool
     HAS_QUERY_SCALE: bool
     HAS_LSE: bool
+    SPLIT: bool  # a tile's keys may be cut into parts
     ALIGNED: bool  # every row starts on 16 bytes
     INTERPRETED: bool

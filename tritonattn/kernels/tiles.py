@@ -53,15 +53,31 @@ class Batch(NamedTuple):
 
 
 class Output(NamedTuple):
-    """``[splits, tokens, heads, dim]`` and, where lse is wanted, ``[splits, heads, tokens]``."""
+    """``[tokens, heads, dim]`` and, where lse is wanted, ``[heads, tokens]``."""
 
     ptr: object
-    stride_split: object
     stride_token: object
     stride_head: object
     lse: object
-    stride_lse_split: object
     stride_lse_head: object
+
+
+class Partials(NamedTuple):
+    """Results over parts of the keys, ``[parts, tokens, heads, dim]`` and ``[parts, heads,
+    tokens]`` float32.
+
+    ``counts`` ``[heads, tokens]`` int32, laid out like an lse, says how many parts a row has; a
+    single one needs no merging and is in the output already.  None: every row has them all.
+    """
+
+    ptr: object
+    stride_part: object
+    stride_token: object
+    stride_head: object
+    lse: object
+    stride_lse_part: object
+    stride_lse_head: object
+    counts: object
 
 
 @triton.jit

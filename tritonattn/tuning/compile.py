@@ -68,15 +68,16 @@ def example_call(problem: Problem) -> Call:
 def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device: Device) -> Report:
     """Compile the attention kernel for ``device``; raises what Triton's compiler raises."""
     from ..kernels.attention import attention_kernel
-    from ..launch import arguments, make_spec
+    from ..launch import Partial, arguments, make_spec
 
     call = example_call(problem)
     assert call.out is not None
-    target, target_lse = call.out, None
+    partial = None
     if plan.num_splits > 1:
-        target, target_lse = target[None].float(), torch.empty(1, target.shape[1], 1)
-    args = arguments(call, problem, plan, config, target, target_lse)
-    spec = make_spec(problem, config, device, target_lse is not None, problem.rows_aligned)
+        lse, counts = torch.empty(1, call.out.shape[1], 1), torch.zeros(1, 1).int()
+        partial = Partial(call.out[None].float(), lse, counts)
+    args = arguments(call, problem, plan, config, call.out, None, partial)
+    spec = make_spec(problem, plan, config, device, False, problem.rows_aligned)
     options = binaries.Options(config.num_warps, config.num_stages)
     binary = binaries.compile_for(attention_kernel, args, {"SPEC": spec}, options, device)
     return report(binary)

@@ -28,6 +28,7 @@ from .config import (
 
 SHORT = 64  # rows up to which a call waits for memory
 MANY = 1 << 20
+LARGE_MEMORY = 150_000  # bytes of shared memory from which two deep pipelines fit a multiprocessor
 
 
 class Tile(NamedTuple):
@@ -77,9 +78,12 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
         return Tile(_up_to(32, rows), 32, 8, 2)
     if has_tree:
         return Tile(_up_to(32 if has_fp8 else 64, rows), 32, 8 if rows > 16 else 4, 3)
+    if rows <= 16 and width <= 128 and not has_fp8 and device.shared_memory > LARGE_MEMORY:
+        return Tile(16, 64, 2, 5)  # few threads, many loads: several such blocks fit
     if rows <= SHORT:
         warps = 8 if rows > 32 or width > 128 else 4
-        return Tile(_up_to(64, rows), 64, warps, 4 if width <= 128 else 3)
+        keys = 32 if has_fp8 and not device.has_native_e4m3 else 64
+        return Tile(_up_to(64, rows), keys, warps, 4 if width <= 128 else 3)
     if not problem.rows_aligned:
         return Tile(64, 32, 8, 3)
     if width <= 64:

@@ -1,0 +1,1 @@
+"""Other systems' interfaces on tritonattn's functions: imported on demand, by their full names."""
