@@ -129,25 +129,25 @@ def rotary(
             fix = "Pass rotary_cos and rotary_sin as well, or no rotary_seqlens."
             raise bad_value(f, "rotary_seqlens", "needs rotary_cos and rotary_sin", start, fix)
         return None
-    rows = capacity if start is None else 1
-    for name, x, other in (("rotary_cos", cos, sin), ("rotary_sin", sin, cos)):
+    rows = max(capacity if start is None else 0, 1)
+    for name, x, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):
         if x is None:
             fix = "Pass rotary_cos and rotary_sin, or neither."
-            raise bad_value(f, name, "must be given with its counterpart", None, fix)
+            raise bad_value(f, name, f"must be given together with {other}", None, fix)
         rules.tensor(f, name, x, "[rows, R]")
         rules.dtype(f, name, x, rules.FLOAT_DTYPES, f"Pass {name}.float().")
         rules.rank(f, name, x, 2, "[rows, R]")
         rules.same_device(f, name, x, q.device, "q")
         rules.no_grad(f, name, x)
-        if x.shape != other.shape:
-            fix = "Pass rotary_cos and rotary_sin of one shape."
-            raise bad_value(f, name, "must have the shape of its counterpart", x, fix)
         if 2 * x.shape[1] > q.shape[-1]:
             rule = f"must have at most D / 2 = {q.shape[-1] // 2} entries on axis 1"
             raise bad_value(f, name, rule, x, "A column rotates two dims of a head.")
         if x.shape[0] < rows:
             rule = f"must have a row for each of the {rows} tokens that the cache can hold"
             raise bad_value(f, name, rule, x, f"Pass {name} for more positions.")
+    if sin.shape != cos.shape:
+        fix = "Pass rotary_cos and rotary_sin of one shape."
+        raise bad_value(f, "rotary_sin", "must have the shape of rotary_cos", sin, fix)
     if new is None:
         rule = "must come with k and v, as flash-attn rotates what it appends"
         fix = "Pass the new k and v, or rotate q before the call."

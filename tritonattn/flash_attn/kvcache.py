@@ -12,7 +12,7 @@ from ..kv_cache import write_kv_cache
 from ..validate import validate
 from .append import Tokens, as_token_pages, dense_tokens, packed_tokens, slots
 from .cache_arguments import cached_lengths, new_tokens, page_ids, rotary, starts_of, vector
-from .common import Window, bound, by_batch, either, every, heads_last, options, refuse, run
+from .common import Window, bound, by_batch, either, every, heads_last, options, refuse, run, scales
 from .rotary import rotate
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -118,8 +118,7 @@ def flash_attn_with_kvcache(
     how = options(
         f, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, num_splits=num_splits, sinks=sinks, s_aux=s_aux,
-        attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale,
+        attention_chunk=attention_chunk,
     )  # fmt: skip
     table = either(f, "block_table", block_table, "page_table", page_table)
     if cu_seqlens_q is None:
@@ -129,7 +128,8 @@ def flash_attn_with_kvcache(
         q = heads_last(f, "q", q, "[total_q, Hq, D]", {})
         batch, seqlen_q = starts_of(f, "cu_seqlens_q", cu_seqlens_q, None, q.device), 0
     device = q.device
-    rules.kv_pages(f, k_cache, v_cache, device)
+    kv_heads, _ = rules.kv_pages(f, k_cache, v_cache, device)
+    how |= scales(f, q, batch, kv_heads, q_descale, k_descale, v_descale)
     table = page_ids(f, table, cache_batch_idx, batch, k_cache)
     capacity = table.shape[1] * k_cache.shape[1]
     cached = cached_lengths(f, cache_seqlens, batch, capacity, device)
@@ -165,17 +165,16 @@ def flash_attn_with_kvcache(
     if new is not None and batch > 0:
         if not torch.compiler.is_compiling():  # before anything is written
             run(f, _NAMES, validate, Call("paged_attention", rows, seq_lens=lens, **how))
-        tokens = new.tokens
-        k, v = new.k, new.v
+        tokens, k = new.tokens, new.k
         if turn is not None:
             queries = _queries(cu_seqlens_q, seqlen_q, batch, rows)
-            is_local = causal or any(side is not None and side >= 0 for side in window_size)
+            is_local = causal or any(side is not None and side >= 0 for side in window_size or ())
             place = turn.start[queries.sequence]
             rows = rotate(rows, turn, place + queries.offset if is_local else place)
             k = rotate(k, turn, turn.start[tokens.sequence] + tokens.offset)
         where = slots(tokens, cached, table, k_cache.shape[1])
-        scales = {"k_scale": k_descale, "v_scale": v_descale}
-        run(f, _NAMES, write_kv_cache, k, v, k_cache, v_cache, where, **scales)
+        stored = {"k_scale": k_descale, "v_scale": v_descale}
+        run(f, _NAMES, write_kv_cache, k, new.v, k_cache, v_cache, where, **stored)
     result = run(f, _NAMES, api.paged_attention, rows, seq_lens=lens, **how)
     return result if cu_seqlens_q is not None else by_batch(result, batch, seqlen_q)
 

@@ -19,10 +19,13 @@ from .common import (
     refuse,
     returned,
     run,
+    scales,
     split_packed,
 )
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+_NAMES = {"k_cache": "k", "v_cache": "v", "seq_lens": "seqused_k"}
 
 
 def flash_attn_varlen_func(
@@ -99,8 +102,7 @@ def flash_attn_varlen_func(
     how = options(
         f, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, num_splits=num_splits, sinks=sinks, s_aux=s_aux,
-        attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale,
+        attention_chunk=attention_chunk,
     )  # fmt: skip
     how |= {
         "max_seqlen_q": bound(max_seqlen_q),
@@ -124,10 +126,12 @@ def flash_attn_varlen_func(
         rules.length(f, "cu_seqlens_k", ends, batch + 1, what, fix)
     if table is not None:
         rules.block_table(f, table, None, batch, q.device)
+        run(f, _NAMES, rules.kv_pages, f, k, v, q.device)
     else:
         k = heads_last(f, "k", k, "[total_k, Hkv, D]", {2: (q.shape[2], "D of q")})
         sizes = {0: (k.shape[0], "total_k of k"), 1: (k.shape[1], "Hkv of k")}
         v = heads_last(f, "v", v, "[total_k, Hkv, Dv]", sizes)
+    how |= scales(f, q, batch, k.shape[-2], q_descale, k_descale, v_descale)
     lens = used_k
     if ends is not None and (table is not None or used_k is not None):
         lens = ends.diff() if used_k is None else torch.minimum(used_k, ends.diff())
@@ -144,8 +148,7 @@ def flash_attn_varlen_func(
         table = torch.arange(k.shape[0], dtype=torch.int32, device=q.device)
         how["block_indptr"] = ends
     how["cu_seqlens_q"] = starts
-    names = {"k_cache": "k", "v_cache": "v", "seq_lens": "seqused_k"}
-    return returned(q, run(f, names, api.paged_attention, q, k, v, table, lens, **how))
+    return returned(q, run(f, _NAMES, api.paged_attention, q, k, v, table, lens, **how))
 
 
 def _lengths(f: str, name: str, value: object, batch: int, q: Tensor) -> Tensor | None:
