@@ -9,26 +9,24 @@ from torch import Tensor
 
 from .. import rules
 from ..errors import bad_value
-from .append import Tokens, dense_tokens, packed_tokens
 from .common import heads_last
 from .rotary import Rotary
 
 
 class New(NamedTuple):
-    """New tokens, packed; ``counts`` of them for each sequence, ``length`` if it is known."""
+    """Packed new tokens: ``length`` for each sequence, or those that ``starts`` says."""
 
     k: Tensor
     v: Tensor
-    tokens: Tokens
-    counts: int | Tensor
-    length: int | None
+    starts: Tensor | None
+    length: int
 
 
 def new_tokens(
     f: str,
     k: object,
     v: object,
-    starts: object,
+    starts: Any,
     batch: int,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -50,11 +48,8 @@ def new_tokens(
     v = heads_last(f, "v", v, f"{axes}, Dv]", sizes | {last: (dim_v, "Dv of v_cache")})
     if packed:
         starts_of(f, "cu_seqlens_k_new", starts, batch, k_cache.device)
-        assert isinstance(starts, Tensor)
-        return New(k, v, packed_tokens(starts, k.shape[0]), starts.diff().clamp(min=0), None)
-    length = k.shape[1]
-    tokens = dense_tokens(batch, length, k.device)
-    return New(k.flatten(0, 1), v.flatten(0, 1), tokens, length, length)
+        return New(k, v, starts, 0)
+    return New(k.flatten(0, 1), v.flatten(0, 1), None, k.shape[1])
 
 
 def starts_of(f: str, name: str, value: object, batch: int | None, device: torch.device) -> int:
