@@ -203,7 +203,8 @@ SHAPES: list[tuple[Any, type, str, str, dict[str, Any]]] = [
     (KVCACHE, Value, "k", "given with the other", {
         "k": None, "v": None, "cu_seqlens_k_new": ints(0, 1, 2)}),
     (KVCACHE, Value, "cache_seqlens", "given with k and v", {"cache_seqlens": None}),
-    (KVCACHE, Value, "cache_seqlens", "from 0 to 8", {"cache_seqlens": 9}),
+    (KVCACHE, Value, "cache_seqlens", "from 0 to 8", {"cache_seqlens": 9, "k": None, "v": None}),
+    (KVCACHE, Value, "cache_seqlens", "from 0 to 7", {"cache_seqlens": 8}),
     (KVCACHE, Type, "cache_seqlens", "must be int32", {"cache_seqlens": lambda x: x.long()}),
     (KVCACHE, Type, "cache_seqlens", "an int", {"cache_seqlens": True}),
     (KVCACHE, Value, "cache_seqlens", "batch of q", {"cache_seqlens": ints(1)}),

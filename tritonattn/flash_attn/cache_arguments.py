@@ -30,7 +30,9 @@ def new_tokens(
     batch: int,
     k_cache: Tensor,
     v_cache: Tensor,
-) -> New:
+) -> New | None:
+    if k is None and v is None and starts is None:
+        return None
     for name, x in (("k", k), ("v", v)):
         if x is None:
             fix = "Pass k and v, or neither of the two and no cu_seqlens_k_new."
@@ -97,12 +99,20 @@ def page_ids(f: str, table: Any, index: Any, batch: int, k_cache: Tensor) -> Ten
     return table.index_select(0, index)
 
 
-def cached_lengths(f: str, value: Any, batch: int, capacity: int, device: torch.device) -> Tensor:
+def cached_lengths(
+    f: str, value: Any, batch: int, capacity: int, new: New | None, device: torch.device
+) -> Tensor:
     """Tokens in the cache before the new ones."""
     if isinstance(value, Tensor):
         return vector(f, "cache_seqlens", value, batch, device)
-    if value is not None:
-        rules.integer(f, "cache_seqlens", value, 0, capacity)
+    if value is None:
+        if new is not None:
+            fix = "Pass how many tokens the cache holds without the new ones."
+            raise bad_value(f, "cache_seqlens", "must be given with k and v", None, fix)
+    else:
+        fix = "Pass the tokens in the cache, new ones not counted, or a cache with more room."
+        room = capacity - (0 if new is None else new.length)
+        rules.integer(f, "cache_seqlens", value, 0, room, fix=fix)
     length = capacity if value is None else value
     return torch.full((batch,), length, dtype=torch.int32, device=device)
 

@@ -121,7 +121,7 @@ def run(
     try:
         return function(*args, **kwargs)
     except TritonAttnError as error:
-        raise type(error)(_retold(str(error), f, {**NAMES, **names})) from error
+        raise type(error)(_retold(str(error), f, {**NAMES, **names})) from None
 
 
 def _retold(message: str, f: str, names: Mapping[str, str]) -> str:

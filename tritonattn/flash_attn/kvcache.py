@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .. import api, rules
 from ..call import Call, Scale
-from ..errors import bad_value
 from ..kv_cache import write_kv_cache
 from ..validate import validate
 from .append import as_token_pages, place
@@ -132,13 +131,8 @@ def flash_attn_with_kvcache(
     how |= scales(f, q, batch, kv_heads, q_descale, k_descale, v_descale)
     table = page_ids(f, table, cache_batch_idx, batch, k_cache)
     capacity = table.shape[1] * k_cache.shape[1]
-    cached = cached_lengths(f, cache_seqlens, batch, capacity, device)
-    new = None
-    if k is not None or v is not None or cu_seqlens_k_new is not None:
-        new = new_tokens(f, k, v, cu_seqlens_k_new, batch, k_cache, v_cache)
-        if cache_seqlens is None:
-            fix = "Pass how many tokens the cache holds without the new ones."
-            raise bad_value(f, "cache_seqlens", "must be given with k and v", None, fix)
+    new = new_tokens(f, k, v, cu_seqlens_k_new, batch, k_cache, v_cache)
+    cached = cached_lengths(f, cache_seqlens, batch, capacity, new, device)
     turn = rotary(
         f, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens, new, cached, capacity, q
     )
