@@ -18,7 +18,7 @@ from tritonattn.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from tritonattn.testing import cumulative, generator, normal
+from tritonattn.testing import cumulative, generator, normal, same_bytes
 
 fp16, fp8 = torch.float16, torch.float8_e4m3fn
 
@@ -76,6 +76,23 @@ def test_flash_attn_asks_no_tensor_for_its_value(i, monkeypatch):
         result = function(**fake)
     out = result[0] if isinstance(result, tuple) else result
     assert out.shape[:-1] == shapes["q"][:-1]
+
+
+@pytest.mark.parametrize("i", [1, 6, 9, 11])
+def test_flash_attn_compiles_without_a_break(i, device):
+    """One graph, whose caches and results are those of the eager call."""
+    pytest.importorskip("tritonattn.torch_ops")
+    (function, eager), (_, traced) = (calls(device)[i] for _ in range(2))
+    torch._dynamo.reset()
+    expected = function(**eager)
+    result = torch.compile(function, fullgraph=True, backend="aot_eager")(**traced)
+    for a, b in zip(outputs(expected, eager), outputs(result, traced), strict=True):
+        assert same_bytes(a, b)
+
+
+def outputs(result: Any, args: dict[str, Any]) -> list[Tensor]:
+    results = list(result) if isinstance(result, tuple) else [result]
+    return results + [args[name] for name in ("k_cache", "v_cache") if name in args]
 
 
 @pytest.mark.gpu
