@@ -130,6 +130,20 @@ def test_flash_attn_with_kvcache_writes_nothing_past_the_cache(page_size, device
     assert torch.equal(k_cache, expected)
 
 
+def test_flash_attn_with_kvcache_writes_no_padding_rows_of_packed_keys(device):
+    """Arguments are slices of a graph's buffers, in which a further sequence would have a page."""
+    call = Cached((3, 2), q_lens=(1, 1), new=(1, 1), page_size=4, padding_rows=2)
+    args = call.build(device)
+    table, pages = args["block_table"], args["k_cache"].shape[0]
+    free = next(page for page in range(pages) if page not in table.flatten().tolist())
+    args["block_table"] = torch.cat([table, torch.full_like(table[:1], free)])[:2]
+    lens = args["cache_seqlens"]
+    args["cache_seqlens"] = torch.cat([lens, torch.zeros_like(lens[:1])])[:2]
+    flash_attn_with_kvcache(**args)
+    assert args["k_cache"][free].isnan().all()
+    assert args["v_cache"][free].isnan().all()
+
+
 def test_flash_attn_with_kvcache_takes_keys_in_any_strides(device):
     """Slices of one qkv projection, and a last axis that is not contiguous."""
     call = Cached(lens=(4, 2), new=2, q_lens=2, heads=(2, 2), causal=True)
