@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -92,7 +93,7 @@ class Case:
         dtype = self.dtype if device.has_bf16 or self.dtype != bf16 else fp16
         with recorded(device) as launches:
             try:
-                call(self, dtype)
+                prepare(self, dtype)()
             except UnsupportedError:  # heads wider than 256 need more than sm_75 has
                 if max(self.dims) <= 256:
                     raise
@@ -159,8 +160,10 @@ MORE = [
 ]
 
 
-def call(case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192) -> None:
-    """Make the public call; its tensors are never touched, so their size costs nothing."""
+def prepare(
+    case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192
+) -> Callable[[], Any]:
+    """The public call; its tensors are never touched, so their size costs nothing."""
     has = set(case.extras.split())
     kv_heads, (dim, dim_v) = 2, case.dims
     heads = kv_heads * case.group
@@ -185,19 +188,16 @@ def call(case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192) ->
     table = ints(batch, -(-keys // case.page))
     if case.function == "write_kv_cache":
         slots = ints(total_q, kind=torch.int64)
-        tritonattn.write_kv_cache(k, v, k_cache, v_cache, slots, **scales)
-        return
+        return partial(tritonattn.write_kv_cache, k, v, k_cache, v_cache, slots, **scales)
     if case.function == "append":
         ragged = "ragged" in has
         starts, table = (ints(batch + 1), table.long()) if ragged else (None, table)
-        place(ints(batch), starts, case.q_len, total_q, table, case.page)
-        return
+        return partial(place, ints(batch), starts, case.q_len, total_q, table, case.page)
     if case.function == "gather_kv_cache":
-        tritonattn.gather_kv_cache(
-            k_cache, v_cache, table, ints(batch), cu_seqlens_k=ints(batch + 1), total_k=keys,
-            out_dtype=dtype, **scales,
+        return partial(
+            tritonattn.gather_kv_cache, k_cache, v_cache, table, ints(batch),
+            cu_seqlens_k=ints(batch + 1), total_k=keys, out_dtype=dtype, **scales,
         )  # fmt: skip
-        return
 
     options = scales
     if "ragged" in has:
@@ -227,12 +227,10 @@ def call(case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192) ->
         options |= {"num_splits": 1}
     q, starts = rows(total_q, heads, dim), ints(batch + 1)
     if case.function == "varlen_attention":
-        tritonattn.varlen_attention(q, k, v, starts, starts, **options)
-    elif case.function == "prefix_attention":
-        tritonattn.prefix_attention(
-            q, k, v, k_cache, v_cache, table, starts, ints(batch), **options
-        )
-    else:
-        if case.q_len > 1:
-            options |= {"cu_seqlens_q": starts}
-        tritonattn.paged_attention(q, k_cache, v_cache, table, ints(batch), **options)
+        return partial(tritonattn.varlen_attention, q, k, v, starts, starts, **options)
+    cache, lens = (k_cache, v_cache, table), ints(batch)
+    if case.function == "prefix_attention":
+        return partial(tritonattn.prefix_attention, q, k, v, *cache, starts, lens, **options)
+    if case.q_len > 1:
+        options |= {"cu_seqlens_q": starts}
+    return partial(tritonattn.paged_attention, q, *cache, lens, **options)
