@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import device as devices
 from ..errors import Text, bad_value
+
+# Launches that were made, by all but the addresses of their tensors; cleared when full.
+_repeats: dict[tuple[object, ...], Any] = {}
+_REPEATS_LIMIT = 4096
 
 
 def place(
@@ -34,11 +40,18 @@ def _place(
     table: Tensor,
     page_size: int,
 ) -> tuple[Tensor, Tensor]:
+    slots, lens = _placed(cached, starts, length, num_tokens, table, page_size)
+    given = (cached, table) if starts is None else (cached, starts, table)
+    facts = (table.shape, table.stride(), table.dtype, length, num_tokens, page_size)
+    key = (cached.device, len(given), *facts)
+    repeat = _repeats.get(key)
+    if repeat is not None:
+        repeat(*[x.data_ptr() for x in (slots, lens, *given)])
+        return slots, lens
     from .. import binaries
     from ..kernels.append import append_kernel
     from ..kernels.tiles import Table
 
-    slots, lens = _placed(cached, starts, length, num_tokens, table, page_size)
     batch, columns = table.shape
     device = devices.describe(cached.device)
     block = 1024 if device.is_interpreter else 128
@@ -46,9 +59,12 @@ def _place(
         slots, lens, cached, starts, Table(table, None, table.stride(0), page_size), columns,
         length, num_tokens, batch, batch.bit_length(),
     )  # fmt: skip
-    grid = -(-max(num_tokens, batch) // block)
-    constants = {"BLOCK": block}
-    binaries.launch(append_kernel, grid, args, constants, binaries.Options(), device, cached.device)
+    grid, how = -(-max(num_tokens, batch) // block), ({"BLOCK": block}, binaries.Options())
+    launched = binaries.launch(append_kernel, grid, args, *how, device, cached.device)
+    if launched is not None:
+        if len(_repeats) >= _REPEATS_LIMIT:
+            _repeats.clear()
+        _repeats[key] = binaries.Repeat(launched)
     return slots, lens
 
 
