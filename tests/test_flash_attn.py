@@ -90,6 +90,7 @@ class Batch:
         self.v = normal(sum(k_lens), hkv, dim_v, **how)
         self.q_lens, self.k_lens, self.device = q_lens, k_lens, device
         self.options = options
+        self.factor = 3.0 if options.get("softcap") else 2.0
 
     def check(self, result: Any) -> None:
         sums = cumulative(self.q_lens, self.device), cumulative(self.k_lens, self.device)
@@ -99,8 +100,7 @@ class Batch:
             )
             for t in (f64, self.q.dtype)
         )
-        factor = 3.0 if self.options.get("softcap") else 2.0
-        compare(result, self.q, oracle, fair, factor)
+        compare(result, self.q, oracle, fair, self.factor)
 
 
 def slopes(heads: int, batch: int, rank: int, device: torch.device) -> Tensor | None:
@@ -300,6 +300,7 @@ VARLEN = pairs(
         "descale": ("", "[Hkv]", "[B, Hkv]"),
         "masked": ("causal", "", "local"),
         "cu_seqlens_k": (True, False),
+        "dtype": (fp16, fp8),
     }
 )
 
@@ -310,6 +311,7 @@ def test_flash_attn_varlen_func_uses_what_lengths_and_pages_say(row, device):
     kept_q, kept_k = used(q_lens, row["seqused_q"]), used(k_lens, row["seqused_k"])
     options = options_of({**row, "softcap": 0.0, "heads": heads}, 3, device)
     data = Batch(q_lens, k_lens, heads, (16, 16), fp16, device)
+    data.k, data.v = (x.to(row["dtype"]).to(fp16) for x in (data.k, data.v))
     given: dict[str, Any] = {}
     for name in ("seqused_q", "seqused_k"):
         if row[name] is not None:
@@ -334,6 +336,7 @@ def test_flash_attn_varlen_func_uses_what_lengths_and_pages_say(row, device):
             given["seqused_k"] = torch.tensor(kept_k, dtype=torch.int32, device=device)
             sums[1] = None  # nothing else says how many keys there are
     flags = {**options, **given, "return_attn_probs": True}
+    k, v = k.to(row["dtype"]), v.to(row["dtype"])
     out, lse, _ = flash_attn_varlen_func(data.q, k, v, *sums, 3, 7, **flags)
 
     left = [n - m for n, m in zip(q_lens, kept_q, strict=True)]
@@ -342,6 +345,7 @@ def test_flash_attn_varlen_func_uses_what_lengths_and_pages_say(row, device):
     assert (out[unused] == 0).all()
     assert lse[:, unused].isneginf().all()
     kept = Batch(kept_q, kept_k, heads, (16, 16), fp16, device, **options)
+    kept.factor = 4.0 if row["dtype"] == fp8 else 2.0
     kept.options |= {"k_scale": given.get("k_descale"), "v_scale": given.get("v_descale")}
     kept.q = rows_of(data.q, q_lens, kept_q)
     kept.k, kept.v = rows_of(data.k, k_lens, kept_k), rows_of(data.v, k_lens, kept_k)

@@ -20,6 +20,7 @@ What differs from flash-attn:
   flash-attn does without dropout.
 - A negative ``cache_seqlens`` (a row that pads a CUDA graph) writes nothing, and its output is 0.
   New tokens past the end of a cache are not written.
+- Keys and values may be float8 beside queries of 16 or 32 bits; float8 queries are refused.
 - ``cache_leftpad`` and ``cache_batch_idx`` also work with a paged cache.
 - The window counts as local, which decides how ``flash_attn_with_kvcache`` rotates its queries,
   whenever one of its sides is limited; flash-attn does not count one that is as long as the cache.

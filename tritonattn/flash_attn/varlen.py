@@ -66,8 +66,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: ``[total_q, Hq, D]``, float16, bfloat16 or float32.
-        k: ``[total_k, Hkv, D]``, q's dtype; with ``block_table`` ``[num_pages, page_size, Hkv, D]``
-            of q's dtype or float8, any page_size and strides.
+        k: ``[total_k, Hkv, D]``, q's dtype or float8; with ``block_table`` ``[num_pages, page_size,
+            Hkv, D]``, any page_size and strides.
         v: the same with Dv.
         cu_seqlens_q: ``[B + 1]`` int32, prefix sums of the numbers of queries.
         cu_seqlens_k: ``[B + 1]`` int32, prefix sums of the numbers of keys: where they lie, or with
@@ -133,7 +133,8 @@ def flash_attn_varlen_func(
         v = heads_last(f, "v", v, "[total_k, Hkv, Dv]", sizes)
     how |= scales(f, q, batch, k.shape[-2], q_descale, k_descale, v_descale)
     lens = used_k
-    if ends is not None and (table is not None or used_k is not None):
+    is_paged = table is not None or used_k is not None or k.dtype in rules.FP8_DTYPES
+    if ends is not None and is_paged:
         lens = ends.diff() if used_k is None else torch.minimum(used_k, ends.diff())
 
     if used_q is not None:
@@ -143,7 +144,7 @@ def flash_attn_varlen_func(
         table = None if table is None else table.repeat_interleave(2, dim=0)
     if lens is None:
         return returned(q, run(f, {}, api.varlen_attention, q, k, v, starts, ends, **how))
-    if table is None:  # pages of one token, so that a sequence's keys may end anywhere
+    if table is None:  # pages of one token: a sequence's keys may end anywhere, and be float8
         k, v = k[:, None], v[:, None]
         table = torch.arange(k.shape[0], dtype=torch.int32, device=q.device)
         how["block_indptr"] = ends
