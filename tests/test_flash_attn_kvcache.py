@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonattn.flash_attn import flash_attn_with_kvcache
-from tritonattn.testing import POOL_LAYOUTS, generator, normal
+from tritonattn.flash_attn.rotary import Rotary, rotate
+from tritonattn.testing import POOL_LAYOUTS, assert_close, generator, normal
 
 fp16, bf16, f32, fp8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -159,6 +160,26 @@ def test_flash_attn_with_kvcache_takes_keys_in_any_strides(device):
     for a, b, c in zip(plain, sliced, turned, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [fp16, bf16, f32], ids=str)
+def test_flash_attn_rotary_is_a_product_of_complex_numbers(dtype, interleaved, device):
+    """``rotate`` against RoFormer's own formula in float64, rounded once."""
+    x = normal(5, 3, 20, dtype=dtype, generator=generator(0), device=device)
+    angles = torch.arange(5, device=device)[:, None] * 0.3 ** torch.arange(8, device=device)
+
+    def turned(wide: torch.dtype) -> torch.Tensor:
+        part = x[..., :16].to(wide).unflatten(-1, (8, 2) if interleaved else (2, 8))
+        part = part if interleaved else part.transpose(-1, -2)
+        unit = torch.polar(torch.ones_like(angles, dtype=wide), angles.to(wide))[:, None]
+        part = torch.view_as_real(torch.view_as_complex(part.contiguous()) * unit)
+        return (part if interleaved else part.transpose(-1, -2)).flatten(-2)
+
+    turn = Rotary(angles.cos(), angles.sin(), interleaved, angles)
+    result = rotate(x, turn, torch.arange(5, device=device))
+    assert torch.equal(result[..., 16:], x[..., 16:])
+    assert_close(result[..., :16], turned(torch.float64), turned(f32).to(dtype), dtype=dtype)
 
 
 @st.composite
