@@ -28,7 +28,8 @@ def place(
     ``length`` tokens for each sequence, or those that ``starts`` says.  Slots are int64, -1 if a
     sequence is padding or has no page for a token; lengths below 0 stay as they are.
     """
-    find = _place_traced if torch.compiler.is_compiling() else _place
+    is_traced = torch.compiler.is_compiling() or type(cached) is not Tensor
+    find = _place_traced if is_traced else _place
     return find(cached, starts, length, num_tokens, table, page_size)
 
 
