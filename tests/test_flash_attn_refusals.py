@@ -29,7 +29,6 @@ PACKED = (
 )
 EVERY = (DENSE, VARLEN, *PACKED, KVCACHE)
 Value, Type = tritonattn.ArgumentValueError, tritonattn.ArgumentTypeError
-UNSET = object()
 
 
 def halves(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -40,8 +39,16 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def good(function: Callable[..., Any]) -> dict[str, Any]:
+def good(function: Callable[..., Any], device: torch.device) -> dict[str, Any]:
     """Two sequences, 4 query heads of 16 dims, 2 KV heads."""
+    return {name: there(x, device) for name, x in on_cpu(function).items()}
+
+
+def there(x: Any, device: torch.device) -> Any:
+    return x.to(device) if isinstance(x, torch.Tensor) else x
+
+
+def on_cpu(function: Callable[..., Any]) -> dict[str, Any]:
     sums = {"max_seqlen_q": 3, "max_seqlen_k": 3}
     starts = {"cu_seqlens_q": ints(0, 2, 5), "cu_seqlens_k": ints(0, 3, 5)}
     return {
@@ -65,14 +72,12 @@ def good(function: Callable[..., Any]) -> dict[str, Any]:
     }[function]  # fmt: skip
 
 
-def refusal(function: Callable[..., Any], error: type, **changes: Any) -> str:
-    """The message; the call passes without the changes, and a refused one has written nothing."""
-    args = good(function)
+def refusal(function: Callable[..., Any], error: type, device: torch.device, **changes: Any) -> str:
+    """The message; a refused call has written nothing."""
+    args = good(function, device)
     caches = [args[n].clone() for n in ("k_cache", "v_cache") if n in args]
     for name, value in changes.items():
-        args[name] = value(args.get(name)) if callable(value) else value
-        if value is UNSET:
-            del args[name]
+        args[name] = value(args.get(name)) if callable(value) else there(value, device)
     with pytest.raises(error) as caught:
         function(**args)
     written = [args[n] for n in ("k_cache", "v_cache") if isinstance(args.get(n), torch.Tensor)]
@@ -81,15 +86,17 @@ def refusal(function: Callable[..., Any], error: type, **changes: Any) -> str:
     return str(caught.value)
 
 
-def check_refusal(function: Any, error: type, name: str, words: str, changes: Any) -> None:
-    message = refusal(function, error, **changes)
+def check_refusal(
+    function: Any, error: type, name: str, words: str, changes: Any, device: torch.device
+) -> None:
+    message = refusal(function, error, device, **changes)
     assert message.startswith(f"{function.__name__}: {name} "), message
     assert words in message
 
 
 @pytest.mark.parametrize("function", EVERY, ids=lambda f: f.__name__)
-def test_flash_attn_passes_what_the_refusals_change(function):
-    function(**good(function))
+def test_flash_attn_passes_what_the_refusals_change(function, device):
+    function(**good(function, device))
 
 
 # Everywhere
@@ -112,23 +119,23 @@ def test_flash_attn_passes_what_the_refusals_change(function):
         ("sinks", halves(3, dtype=torch.float32), Value, "must be [Hq = 4]"),
     ],
 )
-def test_flash_attn_refuses_bad_options(function, name, value, error, words):
-    check_refusal(function, error, name, words, {name: value})
+def test_flash_attn_refuses_bad_options(function, name, value, error, words, device):
+    check_refusal(function, error, name, words, {name: value}, device)
 
 
 @pytest.mark.parametrize("function", EVERY, ids=lambda f: f.__name__)
-def test_flash_attn_refuses_two_names_of_one_argument(function):
+def test_flash_attn_refuses_two_names_of_one_argument(function, device):
     sinks = torch.zeros(4)
-    message = refusal(function, Value, s_aux=sinks, sinks=sinks)
+    message = refusal(function, Value, device, s_aux=sinks, sinks=sinks)
     assert message.startswith(f"{function.__name__}: s_aux must not be given together with sinks")
 
 
 @pytest.mark.parametrize("function", EVERY, ids=lambda f: f.__name__)
-def test_flash_attn_refuses_inputs_that_require_grad(function):
+def test_flash_attn_refuses_inputs_that_require_grad(function, device):
     """Training with this package must fail at once, not lose its gradients."""
-    for name, value in good(function).items():
+    for name, value in good(function, device).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            args = good(function)
+            args = good(function, device)
             args[name] = value.requires_grad_()
             with pytest.raises(Value, match=f"{function.__name__}: .* must not require grad"):
                 function(**args)
@@ -150,8 +157,10 @@ def test_flash_attn_refuses_inputs_that_require_grad(function):
     ],
     ids=repr,
 )
-def test_flash_attn_refuses_what_it_cannot_do_for_flash_attn_3(function, name, value, words):
-    check_refusal(function, Value, name, words, {name: value})
+def test_flash_attn_refuses_what_it_cannot_do_for_flash_attn_3(
+    function, name, value, words, device
+):
+    check_refusal(function, Value, name, words, {name: value}, device)
 
 
 # Shapes
@@ -229,8 +238,8 @@ SHAPES: list[tuple[Any, type, str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("function", "error", "name", "words", "changes"), SHAPES)
-def test_flash_attn_refuses_bad_tensors(function, error, name, words, changes):
-    check_refusal(function, error, name, words, changes)
+def test_flash_attn_refuses_bad_tensors(function, error, name, words, changes, device):
+    check_refusal(function, error, name, words, changes, device)
 
 
 COS = torch.ones(8, 4)
@@ -255,11 +264,11 @@ ROTARY: list[tuple[type, str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("error", "name", "words", "changes"), ROTARY)
-def test_flash_attn_with_kvcache_refuses_bad_rotary_arguments(error, name, words, changes):
-    check_refusal(KVCACHE, error, name, words, changes)
+def test_flash_attn_with_kvcache_refuses_bad_rotary_arguments(error, name, words, changes, device):
+    check_refusal(KVCACHE, error, name, words, changes, device)
 
 
-def test_flash_attn_with_kvcache_names_a_full_cache_when_values_are_checked(monkeypatch):
+def test_flash_attn_with_kvcache_names_a_full_cache_when_values_are_checked(monkeypatch, device):
     monkeypatch.setattr(settings, "CHECK", True)
-    message = refusal(KVCACHE, Value, cache_seqlens=ints(3, 9), k=None, v=None)
+    message = refusal(KVCACHE, Value, device, cache_seqlens=ints(3, 9), k=None, v=None)
     assert message.startswith("flash_attn_with_kvcache: cache_seqlens must fit the pages")
