@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from flash import Cached, pairs
+from flash import pairs
+from flash_cached import Cached
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash import Cached
+from flash_cached import Cached
 from launches import recorded
 from test_faults_runtime import H200, refusing_to_wait
 from torch import Tensor
