@@ -22,9 +22,9 @@ What differs from flash-attn:
   New tokens past the end of a cache are not written; to attend to them is an error, which
   TRITONATTN_CHECK=1 names.
 - Keys and values may be float8 beside queries of 16 or 32 bits; float8 queries are refused.
-- ``cache_leftpad`` and ``cache_batch_idx`` also work with a paged cache.  Where keys do not start or
-  end where memory does (``cache_leftpad``; ``seqused_k`` of packed keys), they are read token by
-  token, somewhat slower.
+- ``cache_leftpad`` and ``cache_batch_idx`` also work with a paged cache.
+- Where keys do not start or end as memory does (``cache_leftpad``, ``seqused_k`` of packed keys),
+  they are read token by token, which is somewhat slower.
 - The window counts as local, which decides how ``flash_attn_with_kvcache`` rotates its queries,
   whenever one of its sides is limited; flash-attn does not count one that is as long as the cache.
 - ``softmax_lse`` of ``flash_attn_with_kvcache`` comes alone, as in flash-attn 2; flash-attn 3
