@@ -18,6 +18,8 @@ from tritonattn.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from tritonattn.kernels.attention import attention_kernel
+from tritonattn.kernels.tiles import Pages
 from tritonattn.testing import cumulative, generator, normal, same_bytes
 
 fp16, fp8 = torch.float16, torch.float8_e4m3fn
@@ -76,6 +78,25 @@ def test_flash_attn_asks_no_tensor_for_its_value(i, monkeypatch):
         result = function(**fake)
     out = result[0] if isinstance(result, tuple) else result
     assert out.shape[:-1] == shapes["q"][:-1]
+
+
+@pytest.mark.parametrize("i", [0, 2, 7])
+def test_flash_attn_splits_keys_into_as_many_parts_as_asked(i):
+    function, args = calls(torch.device("cpu"))[i]
+    with recorded(H200) as launches:
+        function(**(args | {"num_splits": 3}))
+    attention = next(x for x in launches if x.kernel is attention_kernel)
+    assert attention.args[-2] == 3
+
+
+def test_flash_attn_func_reads_keys_where_they_are():
+    """No copy where each head's keys lie together, as in a cache of transformers."""
+    q = normal(2, 3, 4, 16, dtype=fp16, generator=generator(0))
+    k, v = normal(2, 2, 2, 5, 16, dtype=fp16, generator=generator(1)).transpose(2, 3)
+    with recorded(H200) as launches:
+        flash_attn_func(q, k, v)
+    addresses = {x.ptr.data_ptr() for x in launches[0].args if isinstance(x, Pages)}
+    assert addresses == {k.data_ptr(), v.data_ptr()}
 
 
 @pytest.mark.parametrize("i", [1, 6, 9, 11])

@@ -14,6 +14,7 @@ from tritonattn.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    varlen,
 )
 from tritonattn.testing import block_table, cumulative, generator, kv_pool
 
@@ -123,6 +124,23 @@ def test_flash_attn_varlen_func_uses_what_lengths_and_pages_say(row, device):
     kept.q = rows_of(data.q, q_lens, kept_q)
     kept.k, kept.v = rows_of(data.k, k_lens, kept_k), rows_of(data.v, k_lens, kept_k)
     kept.check((rows_of(out, q_lens, kept_q), rows_of(lse.T, q_lens, kept_q).T))
+
+
+def test_flash_attn_varlen_func_takes_packed_float8_keys(device):
+    data = Batch([2, 3], [4, 6], (4, 2), (16, 24), fp16, device, causal=True)
+    data.factor = 4.0
+    k, v = data.k.to(fp8), data.v.to(fp8)
+    data.k, data.v = k.to(fp16), v.to(fp16)
+    sums = cumulative([2, 3], device), cumulative([4, 6], device)
+    data.check(flash_attn_varlen_func(data.q, k, v, *sums, 3, 6, causal=True))
+
+
+def test_flash_attn_varlen_func_parts_of_sequences_stay_in_their_rows(device):
+    """``seqused_q`` below 0 or above a sequence's queries must reach no other sequence's rows."""
+    starts = torch.tensor([0, 3, 3, 5], dtype=torch.int32, device=device)
+    used = torch.tensor([-7, 1, 99], dtype=torch.int32, device=device)
+    split = varlen._split(starts, used, dict.fromkeys(("alibi_slopes", "k_scale", "v_scale")))
+    assert split.tolist() == [0, 0, 3, 3, 3, 5, 5]
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (100, 7), "tensors"], ids=repr)
