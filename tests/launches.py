@@ -16,6 +16,7 @@ from tritonattn import binaries, launch
 from tritonattn import device as devices
 from tritonattn.device import Device
 from tritonattn.errors import UnsupportedError
+from tritonattn.flash_attn.append import place
 from tritonattn.problem import Problem
 from tritonattn.tuning.config import KernelConfig, shared_memory
 from tritonattn.tuning.heuristics import heuristic
@@ -128,6 +129,7 @@ CORE = [
     Case("write", function="write_kv_cache"),
     Case("write, e4m3", function="write_kv_cache", cache=e4m3, extras="scales"),
     Case("gather, e4m3", function="gather_kv_cache", cache=e4m3, extras="scales"),
+    Case("append", function="append", q_len=1),
 ]
 MORE = [
     Case("fp16", dtype=fp16, **VARLEN),
@@ -154,6 +156,7 @@ MORE = [
     Case("write, rows off 16 bytes", function="write_kv_cache", extras="unaligned"),
     Case("write, e5m2", function="write_kv_cache", cache=e5m2),
     Case("gather", function="gather_kv_cache"),
+    Case("append, ragged", function="append", extras="ragged", q_len=1),
 ]
 
 
@@ -186,6 +189,10 @@ def prepare(
     if case.function == "write_kv_cache":
         slots = ints(total_q, kind=torch.int64)
         return partial(tritonattn.write_kv_cache, k, v, k_cache, v_cache, slots, **scales)
+    if case.function == "append":
+        ragged = "ragged" in has
+        starts, table = (ints(batch + 1), table.long()) if ragged else (None, table)
+        return partial(place, ints(batch), starts, case.q_len, total_q, table, case.page)
     if case.function == "gather_kv_cache":
         return partial(
             tritonattn.gather_kv_cache, k_cache, v_cache, table, ints(batch),

@@ -21,6 +21,7 @@ from launches import CORE, MORE, Case, prepare
 import tritonattn
 from tritonattn import binaries, cache_rules, launch, scratch
 from tritonattn import device as devices
+from tritonattn.flash_attn import append
 
 H200 = devices.target(90, name="NVIDIA H200", sm_count=132)
 
@@ -60,11 +61,15 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     driver = SimpleNamespace(get_current_stream=lambda _: 7)
     with mock.patch.object(triton.runtime, "driver", SimpleNamespace(active=driver)):
-        launch.forget()
-        cache_rules._passed.clear()
+        forget()
         yield launches
-        launch.forget()
-        cache_rules._passed.clear()
+        forget()
+
+
+def forget() -> None:
+    launch.forget()
+    cache_rules._passed.clear()
+    append._repeats.clear()
 
 
 def results(result: Any) -> dict[int, str]:

@@ -58,9 +58,14 @@ def run(args: argparse.Namespace) -> int:
 def _explain(
     task: Task, found: Found, job: Job, report: Report | str | None, device: Device
 ) -> None:
-    splits = job.plan.num_splits
-    cut = f", of {job.plan.split_keys} keys each" if job.plan.split_keys else ""
-    print(f"plan     keys {f'in {splits} parts{cut}' if splits > 1 else 'in one part'}")
+    splits, parts = job.plan.num_splits, "in one part"
+    if splits > 1:
+        parts = f"in {splits} parts"
+        if job.plan.split_keys:
+            parts = f"in parts of {job.plan.split_keys}, at most {splits}"
+        elif job.plan.programs:
+            parts = f"in at most {splits} parts, as the lengths on the device ask for"
+    print(f"plan     keys {parts}")
     print(f"bucket   {task.family} {task.key}")
     print(f"config   {space.describe(found.config)}")
     print(f"from     {origin(found)}")
@@ -80,7 +85,7 @@ def _explain(
         f"{columns}, {spills}"
     )
     if splits > 1:
-        print(f"         merge_kernel, which joins the {splits} parts")
+        print("         merge_kernel, which joins the parts of what was cut")
 
 
 def origin(found: Found) -> str:
