@@ -37,7 +37,7 @@ from . import api, cache_launch, cache_rules, kv_cache, merge, validate
 from .call import Call
 from .rules import INTS, MAX_FLOAT32
 
-_LIBRARY = torch.library.Library("tritonattn", "DEF")
+_LIBRARY = torch.library.Library("tritonattn", "FRAGMENT")
 
 
 class _Kind(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import device as devices
 from ..errors import Text, bad_value
+from ..tracing import is_traced
 
 # Launches that were made, by all but the addresses of their tensors; cleared when full.
 _repeats: dict[tuple[object, ...], Any] = {}
@@ -28,8 +29,7 @@ def place(
     ``length`` tokens for each sequence, or those that ``starts`` says.  Slots are int64, -1 if a
     sequence is padding or has no page for a token; lengths below 0 stay as they are.
     """
-    is_traced = torch.compiler.is_compiling() or type(cached) is not Tensor
-    find = _place_traced if is_traced else _place
+    find = _place_traced if is_traced(cached) else _place
     return find(cached, starts, length, num_tokens, table, page_size)
 
 
