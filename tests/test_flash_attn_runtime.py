@@ -86,7 +86,7 @@ def test_flash_attn_splits_keys_into_as_many_parts_as_asked(i):
     with recorded(H200) as launches:
         function(**(args | {"num_splits": 3}))
     attention = next(x for x in launches if x.kernel is attention_kernel)
-    assert attention.args[-2] == 3
+    assert attention.args[-2].most == 3
 
 
 def test_flash_attn_func_reads_keys_where_they_are():
@@ -102,7 +102,6 @@ def test_flash_attn_func_reads_keys_where_they_are():
 @pytest.mark.parametrize("i", [1, 6, 9, 11])
 def test_flash_attn_compiles_without_a_break(i, device):
     """One graph, whose caches and results are those of the eager call."""
-    pytest.importorskip("tritonattn.torch_ops")
     (function, eager), (_, traced) = (calls(device)[i] for _ in range(2))
     torch._dynamo.reset()
     expected = function(**eager)

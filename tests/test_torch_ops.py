@@ -27,7 +27,6 @@ from traced import (
 
 from tritonattn import (
     alibi_slopes,
-    api,
     attention_temperature,
     copy_blocks,
     gather_kv_cache,
@@ -37,6 +36,9 @@ from tritonattn import (
     swap_blocks,
     varlen_attention,
     write_kv_cache,
+)
+from tritonattn import (
+    run as way,
 )
 from tritonattn.testing import Case, generator, normal
 
@@ -230,7 +232,7 @@ def test_compiled_program_runs_the_whole_eager_way_each_time() -> None:
     program, counter = compiled(paged_attention)
     for lengths in ((5, 9), (1, 0), (-3, 4)):
         lens.copy_(torch.tensor(lengths))
-        with mock.patch.object(api, "validate", wraps=api.validate) as validated:
+        with mock.patch.object(way, "validate", wraps=way.validate) as validated:
             result = program(q, *cache, lens, **options)
         assert validated.call_count == 1
         assert_same_bits(result, paged_attention(q, *cache, lens, **options))

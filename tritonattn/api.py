@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import torch
 
-from . import settings
-from .call import Call, Scale
-from .checks import check_values
+from .call import Call, Result, Scale
+from .run import run
 from .tracing import is_traced
-from .validate import validate
 
 Window = tuple[int | None, int | None]
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def varlen_attention(
@@ -284,14 +281,3 @@ def _attend(call: Call) -> Result:
 
         return traced_attention(call)
     return run(call)
-
-
-def run(call: Call) -> Result:
-    """A call's whole way."""
-    problem = validate(call)
-    if settings.CHECK:
-        check_values(call, problem)
-    # Here, so that importing the package neither imports triton nor asks for a GPU.
-    from .launch import attend
-
-    return attend(call, problem)

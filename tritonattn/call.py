@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 Scale = float | torch.Tensor | None
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)

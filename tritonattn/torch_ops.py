@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import api, cache_launch, cache_rules, kv_cache, merge, validate
-from .call import Call
+from .call import Call, Result
 from .rules import INTS, MAX_FLOAT32
 
 _LIBRARY = torch.library.Library("tritonattn", "FRAGMENT")
@@ -159,7 +159,7 @@ def traced(function: str, *values: Any) -> Any:
     return operator.call(*operator.pack(values))
 
 
-def traced_attention(call: Call) -> api.Result:
+def traced_attention(call: Call) -> Result:
     """The same for an attention function, with tensors for its results."""
     operator = _operators[call.function]
     validate.scalars(call)  # before they travel, to be named as they were given
@@ -230,7 +230,7 @@ def _define_attention(function: Callable[..., Any]) -> None:
         return Call(function.__name__, is_operator=True, **given)
 
     def run(*values: Any) -> None:
-        api.run(call(values))
+        run(call(values))
 
     def check(*values: Any) -> None:
         validate.check(call(values))
