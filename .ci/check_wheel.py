@@ -1,6 +1,6 @@
 """A wheel holds the package, its tuned tables and its licence, all of them and nothing else.
 
-    python .ci/check_wheel.py WHEEL
+python .ci/check_wheel.py WHEEL
 """
 
 import sys

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from .call import Call, Result, Scale
-from .run import run
+from .run import attend
 from .tracing import is_traced
 
 Window = tuple[int | None, int | None]
@@ -280,4 +280,4 @@ def _attend(call: Call) -> Result:
         from .torch_ops import traced_attention
 
         return traced_attention(call)
-    return run(call)
+    return attend(call)

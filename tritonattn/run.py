@@ -12,7 +12,7 @@ from .problem import Problem
 from .validate import validate
 
 
-def run(call: Call) -> Result:
+def attend(call: Call) -> Result:
     problem = validate(call)
     if settings.CHECK:
         check_values(call, problem)

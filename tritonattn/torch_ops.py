@@ -36,6 +36,7 @@ import torch
 from . import api, cache_launch, cache_rules, kv_cache, merge, validate
 from .call import Call, Result
 from .rules import INTS, MAX_FLOAT32
+from .run import attend
 
 _LIBRARY = torch.library.Library("tritonattn", "FRAGMENT")
 
@@ -230,7 +231,7 @@ def _define_attention(function: Callable[..., Any]) -> None:
         return Call(function.__name__, is_operator=True, **given)
 
     def run(*values: Any) -> None:
-        run(call(values))
+        attend(call(values))
 
     def check(*values: Any) -> None:
         validate.check(call(values))
