@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import masks, softmax
+from .casts import split_power
 from .splits import tiles_per_part
 from .tiles import find_sequence, load_scale, load_tile, store_tile
 from .walk import Queries, Source, attend
@@ -217,6 +218,16 @@ def attention_kernel(
     rows = Queries(
         q_tile, q_tail, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, masking, shift
     )
+    cached_rows = rows
+    cached_row_scale = row_scale
+    if SPEC.CACHE_FORMAT != "" and q_tile.dtype == tl.bfloat16:
+        # float8 becomes float16 by one instruction, and bfloat16 by several.
+        q_half, tail_half, power = split_power(q_tile, q_tail, SPEC.TAIL_D > 0, SPEC.INTERPRETED)
+        cached_row_scale = row_scale * power
+        cached_rows = Queries(
+            q_half, tail_half, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows,
+            masking, shift,
+        )  # fmt: skip
 
     cached_scale = load_scale(k_scale, sequence, kv_head)
     cached_v_scale = load_scale(v_scale, sequence, kv_head)
@@ -232,7 +243,7 @@ def attention_kernel(
             k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
         )  # fmt: skip
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, row_scale * cached_scale, rows, cached,
+            acc, row_max, row_sum, cached_row_scale * cached_scale, cached_rows, cached,
             low, tl.minimum(high, context), full_low, full_high, SPEC.CACHE_FORMAT, SPEC,
         )  # fmt: skip
         acc *= cached_v_scale
