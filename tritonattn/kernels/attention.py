@@ -117,18 +117,19 @@ def attention_kernel(
     HEAD_BLOCKS: tl.constexpr = (SPEC.GROUP + SPEC.PACK - 1) // SPEC.PACK
 
     # Programs that share keys and values stand next to each other; late query tiles, which see most
-    # keys, come first.
+    # keys, come first.  First parts come before all others, of which many may find nothing to do.
     pid = tl.program_id(0)
     head_block = pid % HEAD_BLOCKS
     pid = pid // HEAD_BLOCKS
     kv_head = pid % num_kv_heads
     pid = pid // num_kv_heads
-    most = 1
+    tiles = tl.num_programs(0) // (HEAD_BLOCKS * num_kv_heads)
+    part = pid * 0
     if SPEC.SPLIT:
-        most = splits.most
-    part = pid % most
-    last_tile = tl.num_programs(0) // (HEAD_BLOCKS * num_kv_heads * most) - 1
-    tile = last_tile - pid // most
+        tiles = tiles // splits.most
+        part = pid // tiles
+        pid = pid % tiles
+    tile = tiles - 1 - pid
 
     # The sequence, its queries and its keys.
     if batch.cu_seqlens_q is not None:
