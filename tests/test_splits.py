@@ -166,12 +166,7 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launch.forget()
 
 
-MIXED = [
-    ((150, 1, 0, 33, 90), (1, 1, 0, 1, 1)),
-    ((200, 40), (1, 33)),
-    ((64, 64, 300), (3, 1, 8)),
-    ((-3, 170), (0, 2)),
-]
+MIXED = [((70, 1, 0, 33), (1, 1, 0, 1)), ((90, 20), (1, 17)), ((-3, 80), (0, 2))]
 
 
 @pytest.mark.usefixtures("many_parts")
@@ -179,13 +174,7 @@ MIXED = [
 @pytest.mark.parametrize("lens", MIXED, ids=lambda lens: "-".join(map(str, lens[0])))
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"window_size": (40, 0)},
-        {"chunk_size": 48},
-        {"return_lse": False, "causal": False},
-        {"batch_invariant": True},
-    ],
+    [{}, {"window_size": (40, 0)}, {"chunk_size": 48, "return_lse": False}],
     ids=lambda options: "-".join(options) or "plain",
 )
 def test_attention_parts_by_device_lengths_equal_the_oracle(function, lens, options, device):
