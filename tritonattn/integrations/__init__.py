@@ -1,0 +1,1 @@
+"""Adapters to other packages, each imported on demand; nothing else in this package needs them."""
