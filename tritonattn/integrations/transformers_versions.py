@@ -34,7 +34,6 @@ def require() -> None:
         )
 
 
-@functools.cache
 def version() -> tuple[int, int]:
     import transformers
 
@@ -42,7 +41,6 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-@functools.cache
 def masking() -> Any:
     from transformers import masking_utils
 
