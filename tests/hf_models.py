@@ -46,7 +46,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 2}),
     "mpt": ("MptConfig", "MptForCausalLM",
             {"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64, "use_cache": True}),
-    "falcon": ("FalconConfig", "FalconForCausalLM", {"alibi": True, "multi_query": True}),
+    "falcon": ("FalconConfig", "FalconForCausalLM",
+               {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3,
+                "alibi": True, "multi_query": True}),
 }  # fmt: skip
 ALIBI = ("bloom", "mpt", "falcon")
 INTERFACE = tuple(name for name in MODELS if name not in ALIBI)
@@ -59,12 +61,7 @@ STRONGER = {"q_proj": 12, "k_proj": 12, "v_proj": 8, "o_proj": 8, "query_key_val
 def build(name: str, device: Any = "cpu", attention: str | None = None) -> Any:
     """A model of one of MODELS, the same for every call, with transformers' own attention."""
     config_name, model_name, own = MODELS[name]
-    common = COMMON if name not in ALIBI else {
-        "vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 3, **NO_TOKEN,
-    }  # fmt: skip
-    if name == "mpt":
-        common = {"vocab_size": VOCABULARY}
+    common = {"vocab_size": VOCABULARY, **NO_TOKEN} if name in ALIBI else COMMON
     torch.manual_seed(0)
     asked = attention or REFERENCE.get(name, "eager")
     config = getattr(transformers, config_name)(**{**common, **own, "attn_implementation": asked})

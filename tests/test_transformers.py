@@ -234,15 +234,19 @@ def test_register_needs_a_supported_transformers(monkeypatch):
         integration.register()
 
 
-def test_forward_equals_eager_under_torch_compile(device):
-    batch = prompts("left", device)
+def test_attention_runs_between_compiled_graphs(device):
+    q, k, v = torch.randn(3, 2, 3, 4, 16, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def run(model: Any) -> torch.Tensor:
-        if model.config._attn_implementation == integration.NAME:
-            model = torch.compile(model, backend="eager")
-        return forward(batch)(model)
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return integration.attention(torch.nn.Module(), q * 2, k, v)[0] * 2
 
-    assert_same_logits(run, ours("mistral", device), "mistral")
+    assert torch.equal(torch.compile(layer, backend="eager")(q, k, v), layer(q, k, v))
+
+
+def test_forward_equals_eager_where_nothing_may_wait(device, monkeypatch):
+    """In a graph that is being captured, left padding is a dense mask: its values are not there."""
+    monkeypatch.setattr(transformers_masks, "_must_not_wait", lambda tensor: True)
+    assert_same_logits(forward(prompts("left", device)), ours("llama4", device), "llama4")
 
 
 @pytest.mark.gpu

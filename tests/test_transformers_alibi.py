@@ -54,8 +54,9 @@ def test_a_static_cache_of_falcon_gives_the_tokens_of_a_dynamic_one(device):
 
 
 def test_falcon_without_alibi_equals_its_own_attention(device, monkeypatch):
-    own = {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 1}
-    monkeypatch.setitem(hf_models.MODELS, "falcon", (*hf_models.MODELS["falcon"][:2], own))
+    *classes, own = hf_models.MODELS["falcon"]
+    own = own | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 1}
+    monkeypatch.setitem(hf_models.MODELS, "falcon", (*classes, own))
     assert_same_logits(forward(prompts("left", device)), ours("falcon", device), "falcon")
 
 
