@@ -29,6 +29,7 @@ except ImportError as error:
     print(f'{error}. To install what this needs: pip install -e ".[examples]"', file=sys.stderr)
     sys.exit(2)
 
+SYSTEM = "Be brief."
 QUESTIONS = [
     "What is the capital of France?",
     "Which planet is the largest?",
@@ -167,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
         model, tokenizer = load(args.device, dtype)
         requests = []
         for number, text in enumerate(args.question or QUESTIONS[: 4 if on_gpu else 2], start=1):
-            chat = [{"role": "user", "content": text}]
+            chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
             tokens = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, return_dict=False
             )

@@ -99,20 +99,17 @@ def prompts(padding: str, device: Any = "cpu", length: int = 9, missing: int = 3
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Models of float64 compute their softmax in float64, too, though their code says float32.
+    """Models of float64 compute in float64 where their code says float32, such as in the softmax.
 
     Where float64's least number became -inf in float32, padding would give NaN besides.
     """
-    softmax, to_float = torch.nn.functional.softmax, torch.Tensor.float
+    softmax = torch.nn.functional.softmax
 
-    def wide_softmax(x: Any, *args: Any, dtype: Any = None, **how: Any) -> Any:
+    def wide(x: Any, *args: Any, dtype: Any = None, **how: Any) -> Any:
         return softmax(x, *args, dtype=None if x.dtype == torch.float64 else dtype, **how)
 
-    def wide_float(x: Any) -> Any:
-        return x if x.dtype == torch.float64 else to_float(x)
-
-    softmaxes = mock.patch.object(torch.nn.functional, "softmax", wide_softmax)
-    with softmaxes, mock.patch.object(torch.Tensor, "float", wide_float):
+    softmaxes = mock.patch.object(torch.nn.functional, "softmax", wide)
+    with softmaxes, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         yield
 
 
