@@ -66,20 +66,10 @@ def make_mask(*, ask: bool = False, **given: Any) -> Tensor | None:
         return _own(_spans(start, end), tokens, rule)
     if (num_queries == 1 and not ask) or _must_not_wait(tokens):
         return _own(versions.dense_mask(given), tokens)
-
-    place = torch.arange(tokens.shape[1], device=tokens.device) - k_offset  # row among the keys
-    first = (tokens.cumsum(-1) == 0).sum(-1) - k_offset  # [batch] after the leading padding
-    last: Any = end
-    if not rule.causal:  # padding may follow too
-        last = (tokens * (place + 1)).amax(-1)
-    expected = (place >= first[:, None]) & (place < (last if rule.causal else last[:, None]))
-    beyond = place >= end  # what the last query does not reach
-    has_holes = ((tokens != expected) & (place >= 0) & ~beyond).any()
-    if rule.causal:
-        has_holes = has_holes | (tokens.shape[1] - k_offset < end)
-    if has_holes:
+    spans = _without_holes(tokens, k_offset, end, rule.causal)
+    if spans is None:
         return _own(versions.dense_mask(given), tokens)
-    return _own(_spans(first.clamp(min=0).to(torch.int32), last), tokens, rule)
+    return _own(spans, tokens, rule)
 
 
 def rule_of(mask: Tensor | None) -> Rule | None:
@@ -107,6 +97,22 @@ def remembered(mask: Tensor, key: Hashable, make: Callable[[], T]) -> T:
 
 def is_spans(mask: Tensor) -> bool:
     return mask.dtype == torch.int32 and mask.shape[1:] == (2, 1, 1)
+
+
+def _without_holes(tokens: Tensor, k_offset: int, end: int | Tensor, causal: bool) -> Tensor | None:
+    """Spans, if each sequence's tokens lie together and, if causal, reach to ``end``."""
+    row = torch.arange(tokens.shape[1], device=tokens.device) - k_offset
+    start = ((tokens.cumsum(-1) == 0).sum(-1) - k_offset).to(torch.int32)  # [batch]
+    last = end
+    if not causal:  # padding may follow
+        last = (tokens * (row + 1)).amax(-1).to(torch.int32)
+    spans = _spans(start.clamp(min=0), last)
+    together = (row >= spans[:, 0, 0]) & (row < spans[:, 1, 0])
+    matters = (row >= 0) & (row < end)  # keys that the cache still has and a query may see
+    wrong = ((tokens != together) & matters).any()
+    if causal:  # tokens that the mask does not name are padding
+        wrong = wrong | (tokens.shape[1] - k_offset < end)
+    return None if wrong else spans
 
 
 def _spans(start: Tensor, end: int | Tensor) -> Tensor:
