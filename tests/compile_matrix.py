@@ -139,6 +139,8 @@ def table(targets: Iterable[str], results: dict[Job, Result]) -> str:
     lines = ["  ".join(f"{column:>9}" for column in columns)]
     for target in targets:
         mine = [result for job, result in results.items() if job.target == target]
+        if not mine:  # --cases that are not compiled for it
+            continue
         row = (
             target, len(mine), max(r.shared for r in mine), device_of(target).shared_memory,
             max(r.registers for r in mine), sum(r.spilled > 0 for r in mine),

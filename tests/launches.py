@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,6 +16,7 @@ from tritonattn import binaries, launch
 from tritonattn import device as devices
 from tritonattn.device import Device
 from tritonattn.errors import UnsupportedError
+from tritonattn.flash_attn.append import place
 from tritonattn.problem import Problem
 from tritonattn.tuning.config import KernelConfig, shared_memory
 from tritonattn.tuning.heuristics import heuristic
@@ -91,7 +93,7 @@ class Case:
         dtype = self.dtype if device.has_bf16 or self.dtype != bf16 else fp16
         with recorded(device) as launches:
             try:
-                call(self, dtype)
+                prepare(self, dtype)()
             except UnsupportedError:  # heads wider than 256 need more than sm_75 has
                 if max(self.dims) <= 256:
                     raise
@@ -127,6 +129,7 @@ CORE = [
     Case("write", function="write_kv_cache"),
     Case("write, e4m3", function="write_kv_cache", cache=e4m3, extras="scales"),
     Case("gather, e4m3", function="gather_kv_cache", cache=e4m3, extras="scales"),
+    Case("append", function="append", q_len=1),
 ]
 MORE = [
     Case("fp16", dtype=fp16, **VARLEN),
@@ -153,11 +156,14 @@ MORE = [
     Case("write, rows off 16 bytes", function="write_kv_cache", extras="unaligned"),
     Case("write, e5m2", function="write_kv_cache", cache=e5m2),
     Case("gather", function="gather_kv_cache"),
+    Case("append, ragged", function="append", extras="ragged", q_len=1),
 ]
 
 
-def call(case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192) -> None:
-    """Make the public call; its tensors are never touched, so their size costs nothing."""
+def prepare(
+    case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192
+) -> Callable[[], Any]:
+    """The public call; its tensors are never touched, so their size costs nothing."""
     has = set(case.extras.split())
     kv_heads, (dim, dim_v) = 2, case.dims
     heads = kv_heads * case.group
@@ -182,14 +188,16 @@ def call(case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192) ->
     table = ints(batch, -(-keys // case.page))
     if case.function == "write_kv_cache":
         slots = ints(total_q, kind=torch.int64)
-        tritonattn.write_kv_cache(k, v, k_cache, v_cache, slots, **scales)
-        return
+        return partial(tritonattn.write_kv_cache, k, v, k_cache, v_cache, slots, **scales)
+    if case.function == "append":
+        ragged = "ragged" in has
+        starts, table = (ints(batch + 1), table.long()) if ragged else (None, table)
+        return partial(place, ints(batch), starts, case.q_len, total_q, table, case.page)
     if case.function == "gather_kv_cache":
-        tritonattn.gather_kv_cache(
-            k_cache, v_cache, table, ints(batch), cu_seqlens_k=ints(batch + 1), total_k=keys,
-            out_dtype=dtype, **scales,
+        return partial(
+            tritonattn.gather_kv_cache, k_cache, v_cache, table, ints(batch),
+            cu_seqlens_k=ints(batch + 1), total_k=keys, out_dtype=dtype, **scales,
         )  # fmt: skip
-        return
 
     options = scales
     if "ragged" in has:
@@ -219,12 +227,10 @@ def call(case: Case, dtype: torch.dtype, *, batch: int = 2, keys: int = 8192) ->
         options |= {"num_splits": 1}
     q, starts = rows(total_q, heads, dim), ints(batch + 1)
     if case.function == "varlen_attention":
-        tritonattn.varlen_attention(q, k, v, starts, starts, **options)
-    elif case.function == "prefix_attention":
-        tritonattn.prefix_attention(
-            q, k, v, k_cache, v_cache, table, starts, ints(batch), **options
-        )
-    else:
-        if case.q_len > 1:
-            options |= {"cu_seqlens_q": starts}
-        tritonattn.paged_attention(q, k_cache, v_cache, table, ints(batch), **options)
+        return partial(tritonattn.varlen_attention, q, k, v, starts, starts, **options)
+    cache, lens = (k_cache, v_cache, table), ints(batch)
+    if case.function == "prefix_attention":
+        return partial(tritonattn.prefix_attention, q, k, v, *cache, starts, lens, **options)
+    if case.q_len > 1:
+        options |= {"cu_seqlens_q": starts}
+    return partial(tritonattn.paged_attention, q, *cache, lens, **options)

@@ -8,12 +8,14 @@ stride can cause a compile.  Alignment is a constant that the caller states.
 A kernel's runtime arguments are tensors, numbers, None, or named tuples of these; constants may be
 named tuples too.  Integers travel as int32, except the fields of named tuples whose names start
 with ``stride``: these are int64.
+
+A launch costs the host more than a small kernel costs the GPU, so whoever launches often keeps a
+``Repeat``, which knows all but the tensors' addresses.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +39,43 @@ class Options(NamedTuple):
 
 
 _compiled: dict[tuple, Any] = {}
-_HERE = contextlib.nullcontext()
+
+
+class Repeatable(NamedTuple):
+    """A launch that was made.  It holds its tensors, so it is not for keeping: its Repeat is."""
+
+    binary: Any
+    grid: int
+    args: tuple
+    gpu: int
+
+
+class Repeat:
+    """A launch that was made once: later ones differ in the addresses of its tensors alone.
+
+    ``addresses`` are the first launch's, in the order in which the arguments hold them.
+    """
+
+    def __init__(self, launched: Repeatable) -> None:
+        binary, self._grid, args, self._index = launched
+        self.addresses, self._pack = _packer(args)
+        self._binary = binary
+        self._run, self._handles = binary.run, (binary.function, binary.packed_metadata)
+
+    def __call__(self, *addresses: int) -> None:
+        """Launch again, on the current stream."""
+        index = self._index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self(*addresses)
+            return
+        args = self._pack(*addresses)
+        hooks = triton.knobs.runtime
+        if _is_hooked(hooks.launch_enter_hook) or _is_hooked(hooks.launch_exit_hook):
+            self._binary[(self._grid, 1, 1)](*args)  # for whom Triton gathers what it knows
+            return
+        stream = triton.runtime.driver.active.get_current_stream(index)
+        self._run(self._grid, 1, 1, stream, *self._handles, None, None, None, *args)
 
 
 def launch(
@@ -48,28 +86,23 @@ def launch(
     options: Options,
     device: Device,
     where: torch.device,
-    memo: dict[int, Any] | None = None,
-) -> None:
+) -> Repeatable | None:
     """Run ``kernel`` over ``grid`` programs on the current stream of ``where``.
 
-    An empty grid runs nothing.  ``memo`` belongs to a caller whose kernel, constants, options and
-    dtypes never change: it keeps each GPU's binary, so that none of them is looked at again.
+    An empty grid runs nothing.  What is returned can make the same launch again with other tensors;
+    None where nothing ran, and of the interpreter.
     """
     if grid == 0:
-        return
+        return None
     if device.is_interpreter:
         kernel[(grid,)](*args, **constants)
-        return
+        return None
     index = where.index if where.index is not None else torch.cuda.current_device()
-    other = index != torch.cuda.current_device()
-    with torch.cuda.device(index) if other else _HERE:
-        binary = memo.get(index) if memo is not None else None
-        if binary is None:
-            binary = _find(kernel, index, args, constants, options, device)
-            if memo is not None:
-                memo[index] = binary
+    with torch.cuda.device(index):
+        binary = _find(kernel, index, args, constants, options, device)
+        args = (*args, *constants.values())
         try:
-            binary[(grid, 1, 1)](*args, *constants.values())
+            binary[(grid, 1, 1)](*args)
         except triton.OutOfResources as error:
             raise UnsupportedError(
                 f"{kernel.__name__}: needs {error.required} of {error.name} with "
@@ -77,6 +110,7 @@ def launch(
                 f"{error.limit}. "
                 "Use a configuration with smaller tiles or fewer stages."
             ) from error
+        return Repeatable(binary, grid, args, index)
 
 
 def _find(kernel, index: int, args: tuple, constants, options: Options, device: Device):
@@ -137,3 +171,36 @@ def _type(arg: object, name: str) -> object:
     if isinstance(arg, int):
         return "i64" if name.startswith("stride") else "i32"
     return "fp32"
+
+
+def _is_hooked(hook: Any) -> bool:
+    return bool(getattr(hook, "calls", hook))  # a chain, which may be empty, or a function or None
+
+
+def _packer(args: tuple) -> tuple[list[int], Callable[..., tuple]]:
+    """The tensors' addresses, and a function that builds ``args`` again with others.
+
+    The function is compiled from a display of nested tuples, which Python builds faster than any
+    loop over their parts does.
+    """
+    addresses: list[int] = []
+    constants: dict[str, object] = {}
+
+    def display(arg: object) -> str:
+        if isinstance(arg, torch.Tensor):
+            addresses.append(arg.data_ptr())
+            return f"p{len(addresses)}"
+        if isinstance(arg, tuple) and _holds_tensor(arg):
+            return f"({', '.join(map(display, arg))},)"
+        constants[name := f"c{len(constants)}"] = arg
+        return name
+
+    body = display(args)
+    names = ", ".join(f"p{i + 1}" for i in range(len(addresses)))
+    return addresses, eval(f"lambda {names}: {body}", constants)
+
+
+def _holds_tensor(arg: object) -> bool:
+    if isinstance(arg, tuple):
+        return any(map(_holds_tensor, arg))
+    return isinstance(arg, torch.Tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,9 +15,9 @@ from .errors import Text, bad_type, bad_value
 # Integers that carry a value's bits through torch's indexing, by size.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Writes that passed, by every fact that a rule reads from a tensor: each layer of each decode step
-# asks for the same one.  Cleared when full.
-_passed: set[tuple[object, ...]] = set()
+# Writes that passed, by all that they are but addresses and contents, and the launches that such
+# writes share: each layer of each decode step asks for the same.  Cleared when full.
+_passed: dict[tuple[object, ...], dict[bool, Any]] = {}
 _PASSED_LIMIT = 4096
 
 
@@ -28,7 +29,11 @@ def check_write(
     slot_mapping: torch.Tensor,
     k_scale: Scale,
     v_scale: Scale,
-) -> None:
+) -> dict[bool, Any] | None:
+    """What the launches of all writes like this one share; None where there is no telling.
+
+    Raises for the first rule that is broken.
+    """
     facts: list[object] = []
     for x in (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
         if isinstance(x, torch.Tensor) and x.layout == torch.strided:
@@ -38,14 +43,15 @@ def check_write(
     try:
         known = tuple(facts)
         if known in _passed and not torch.is_grad_enabled() and not settings.CHECK:
-            return
+            return _passed[known]
     except TypeError:  # a list where a tensor belongs, or sizes that are symbols
         known = ()
     _check_write(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    if known:
-        if len(_passed) >= _PASSED_LIMIT:
-            _passed.clear()
-        _passed.add(known)
+    if not known:
+        return None
+    if len(_passed) >= _PASSED_LIMIT:
+        _passed.clear()
+    return _passed.setdefault(known, {})
 
 
 def _check_write(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -42,3 +43,6 @@ class Call:
     out: torch.Tensor | None = None
     num_splits: int = 0
     batch_invariant: bool = False
+    # Launches of the calls that are like this one in all but addresses: shared by these, and not an
+    # argument.  None: ``validate`` could not tell which they are.
+    repeats: dict[tuple, Any] | None = field(default=None, repr=False, compare=False)

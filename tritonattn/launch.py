@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from . import binaries, device
+from . import binaries, device, validate
 from .arguments import bytes_if_fp8, dequantise, pages, rows
 from .call import Call
 from .kernels.attention import Masking, Scoring, attention_kernel
@@ -15,24 +17,41 @@ from .kernels.tiles import Batch, Output, Table
 from .merge import merge_partials
 from .plan import Plan, plan
 from .problem import Problem
+from .scratch import take
 from .tuning.config import KernelConfig, blocks, whole_block
 from .tuning.store import forced, lookup
 
 _NO_LIMIT = 1 << 30  # a window side this long limits nothing; longer ones would overflow int32
 
 
+# What may be a tensor, in the order in which ``arguments`` takes it.
+_INPUTS = (
+    "q", "k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "block_table", "block_indptr",
+    "cu_seqlens_q", "cu_seqlens_k", "context_lens", "seq_lens", "query_scale", "alibi_slopes",
+    "sinks", "tree_mask",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class Ready:
-    """What every call of one kind shares: worked out at its first, looked up at the others."""
+    """What calls with the same Problem share: worked out at the first, looked up at the others."""
 
     gpu: device.Device
     plan: Plan
     config: KernelConfig
-    options: binaries.Options
-    spec: dict[str, Spec]
-    programs_per_tile: int
-    block_q: int
-    binary: dict[int, object] = field(default_factory=dict)
+    spec: Spec
+
+
+@dataclass(slots=True)
+class Repeats:
+    """What calls that differ in addresses alone launch."""
+
+    inputs: Callable[[Call], tuple[torch.Tensor, ...]]  # those that are given, in their order
+    attention: binaries.Repeat
+    merge: binaries.Repeat | None
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    partial_numel: tuple[int, int]  # of the splits' out and lse
 
 
 _ready: dict[tuple, Ready] = {}
@@ -41,69 +60,111 @@ _READY_LIMIT = 4096
 
 def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a validated call."""
-    q = call.q
-    ready = _get_ready(call, problem)
-    total_q, heads, _ = q.shape
+    key = (_is_aligned(call, problem), forced())
+    repeats = call.repeats.get(key) if call.repeats is not None else None
+    if repeats is None:
+        return _first(call, problem, key)
     out = call.out
     if out is None:
-        out = q.new_empty((total_q, heads, problem.head_dim_v))
-    lse = q.new_empty((heads, total_q), dtype=torch.float32) if call.return_lse else None
-    splits = ready.plan.num_splits
-    target, target_lse = out, lse
-    if splits > 1:
-        target = q.new_empty((splits, total_q, heads, problem.head_dim_v), dtype=torch.float32)
-        target_lse = q.new_empty((splits, heads, total_q), dtype=torch.float32)
-    args = arguments(call, problem, ready.plan, ready.config, target, target_lse)
-    tiles = problem.batch
-    if call.cu_seqlens_q is not None:
-        tiles += total_q // ready.block_q + 1
-    binaries.launch(
-        attention_kernel, tiles * ready.programs_per_tile, args, ready.spec, ready.options,
-        ready.gpu, q.device, ready.binary,
-    )  # fmt: skip
-    if splits > 1 and target_lse is not None:
-        merge_partials(target, target_lse, out, lse, ready.gpu)
+        out = call.q.new_empty(repeats.out_shape)
+    lse = call.q.new_empty(repeats.lse_shape, dtype=torch.float32) if call.return_lse else None
+    addresses = [x.data_ptr() for x in repeats.inputs(call)]
+    results = [out.data_ptr()]
+    if lse is not None:
+        results.append(lse.data_ptr())
+    if repeats.merge is None:
+        repeats.attention(*addresses, *results)
+    else:
+        num_out, num_lse = repeats.partial_numel
+        scratch = take(call.q, num_out + num_lse)
+        start = scratch.data_ptr()
+        parts = (start, start + 4 * num_out)
+        repeats.attention(*addresses, *parts)
+        repeats.merge(*parts, *results)
     return out if lse is None else (out, lse)
 
 
 def forget() -> None:
     """Look everything up again at the next call: for whoever changes tables or configurations."""
     _ready.clear()
+    validate.forget()
 
 
-def _get_ready(call: Call, problem: Problem) -> Ready:
-    q, k, v, k_cache, v_cache, out = call.q, call.k, call.v, call.k_cache, call.v_cache, call.out
-    starts = q.data_ptr()
+def _first(
+    call: Call, problem: Problem, key: tuple
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Run a call, and keep what others of its kind can repeat under ``key``."""
+    q = call.q
+    ready = _get_ready(call, problem, *key)
+    config, splits = ready.config, ready.plan.num_splits
+    total_q, heads, _ = q.shape
+    shape, lse_shape = (total_q, heads, problem.head_dim_v), (heads, total_q)
+    out = call.out
+    if out is None:
+        out = q.new_empty(shape)
+    lse = q.new_empty(lse_shape, dtype=torch.float32) if call.return_lse else None
+    target, target_lse = out, lse
+    num_out, num_lse = splits * out.numel(), splits * heads * total_q
+    if splits > 1:
+        scratch = take(q, num_out + num_lse)
+        target = scratch[:num_out].view(splits, *shape)
+        target_lse = scratch[num_out : num_out + num_lse].view(splits, *lse_shape)
+    args = arguments(call, problem, ready.plan, config, target, target_lse)
+    tiles = problem.batch
+    if call.cu_seqlens_q is not None:
+        tiles += total_q // (config.block_m // config.pack) + 1
+    programs_per_tile = splits * problem.num_kv_heads * -(-problem.group // config.pack)
+    attention = binaries.launch(
+        attention_kernel, tiles * programs_per_tile, args, {"SPEC": ready.spec},
+        binaries.Options(config.num_warps, config.num_stages), ready.gpu, q.device,
+    )  # fmt: skip
+    merge = None
+    if splits > 1 and target_lse is not None:
+        merge = merge_partials(target, target_lse, out, lse, ready.gpu)
+    if attention is not None and call.repeats is not None:
+        names = [name for name in _INPUTS if isinstance(getattr(call, name), torch.Tensor)]
+        inputs, repeat = operator.attrgetter(*names), binaries.Repeat(attention)
+        given = (
+            (*inputs(call), target) if target_lse is None else (*inputs(call), target, target_lse)
+        )
+        # Not so where an argument had to be copied into another layout.
+        if repeat.addresses == [x.data_ptr() for x in given]:
+            call.repeats[key] = Repeats(
+                inputs, repeat, None if merge is None else binaries.Repeat(merge),
+                shape, lse_shape, (num_out, num_lse),
+            )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def _is_aligned(call: Call, problem: Problem) -> bool:
+    """Whether all rows that are read or written start on 16 bytes."""
+    k, v, k_cache, v_cache, out = call.k, call.v, call.k_cache, call.v_cache, call.out
+    starts = call.q.data_ptr()
     if k is not None and v is not None:
         starts |= k.data_ptr() | v.data_ptr()
     if k_cache is not None and v_cache is not None:
         starts |= k_cache.data_ptr() | v_cache.data_ptr()
     if out is not None:
         starts |= out.data_ptr()
-    aligned = problem.rows_aligned and starts % 16 == 0
-    key = (problem, q.device, call.return_lse, out is None, aligned, forced())
+    return problem.rows_aligned and starts % 16 == 0
+
+
+def _get_ready(call: Call, problem: Problem, aligned: bool, config: KernelConfig | None) -> Ready:
+    key = (problem, call.q.device, call.return_lse, call.out is None, aligned, config)
     ready = _ready.get(key)
     if ready is None:
-        gpu = device.describe(q.device)
+        gpu = device.describe(call.q.device)
         plan_ = plan(problem, gpu)
-        config = lookup(problem, gpu)
+        found = lookup(problem, gpu)
         has_lse = call.return_lse or plan_.num_splits > 1
         if plan_.num_splits > 1:  # partial results in float32, packed
             aligned &= problem.head_dim_v % 4 == 0
-        elif out is None:
+        elif call.out is None:
             aligned &= problem.head_dim_v * problem.dtype.itemsize % 16 == 0
-        spec = make_spec(problem, config, gpu, has_lse, aligned)
+        spec = make_spec(problem, found, gpu, has_lse, aligned)
         if len(_ready) >= _READY_LIMIT:
             _ready.clear()
-        ready = _ready[key] = Ready(
-            gpu,
-            plan_,
-            config,
-            binaries.Options(config.num_warps, config.num_stages),
-            {"SPEC": spec},
-            plan_.num_splits * problem.num_kv_heads * -(-problem.group // config.pack),
-            config.block_m // config.pack,
-        )
+        ready = _ready[key] = Ready(gpu, plan_, found, spec)
     return ready
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from . import device as devices
 from . import rules
 from .device import Device
 from .errors import Text, bad_type, bad_value
+
+if TYPE_CHECKING:
+    from .binaries import Repeatable
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -54,12 +58,12 @@ def merge_partials(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     device: Device,
-) -> None:
+) -> Repeatable | None:
     """Merge the parts of a softmax whose keys were split.
 
     ``partial_out [S, T, H, Dv]`` and ``partial_lse [S, H, T]`` become ``out [T, H, Dv]`` and, where
     it is given, ``lse [H, T]``.  Last strides are 1, the others and the float dtypes of
-    ``partial_out`` and ``out`` any; both lse are float32.
+    ``partial_out`` and ``out`` any; both lse are float32.  What ``binaries.launch`` returns.
     """
     import triton
 
@@ -87,7 +91,7 @@ def merge_partials(
     grid = -(-num_rows // block_rows)
     options = binaries.Options(num_warps=2 if block_d <= 256 else 4)
     args = (parts, merged, num_parts, num_rows, num_heads)
-    binaries.launch(merge_kernel, grid, args, constants, options, device, out.device)
+    return binaries.launch(merge_kernel, grid, args, constants, options, device, out.device)
 
 
 def _check(outs: Tensors, lses: Tensors) -> None:

@@ -17,8 +17,9 @@ from .problem import MaskSpec, Problem
 
 MAX_SPLITS = 256
 
-# Calls that passed, by every fact that a rule below reads from a tensor; cleared when full.
-_seen: dict[tuple[object, ...], Problem] = {}
+# Calls that passed, by all that they are but addresses and contents: the Problem, and the launches
+# that such calls share.  Cleared when full.
+_seen: dict[tuple[object, ...], tuple[Problem, dict]] = {}
 _SEEN_LIMIT = 4096
 
 _DIFFERENTIABLE = (
@@ -36,7 +37,8 @@ def validate(call: Call) -> Problem:
     scale, cap, chunk = call.softmax_scale, call.softcap, call.chunk_size
     bound_q, bound_k = call.max_seqlen_q, call.max_seqlen_k
     k_scale, v_scale = call.k_scale, call.v_scale
-    window, left, right = call.window_size, False, False
+    k_number = v_number = None
+    window, left, right = call.window_size, None, None
 
     # Scalars are looked at in every call, as a remembered one cannot vouch for them: True == 1.0.
     if causal is not True and causal is not False:
@@ -59,10 +61,10 @@ def validate(call: Call) -> Problem:
         rules.integer(f, "chunk_size", chunk, 1, fix=fix)
     if k_scale is not None and not isinstance(k_scale, _Tensor):
         rules.scalar_scale(f, "k_scale", k_scale)
-        k_scale = None
+        k_scale, k_number = None, k_scale
     if v_scale is not None and not isinstance(v_scale, _Tensor):
         rules.scalar_scale(f, "v_scale", v_scale)
-        v_scale = None
+        v_scale, v_number = None, v_scale
     # The bounds only steer a choice, and the longest sequence grows by one a step: rounding up
     # keeps a decode loop on one Problem.
     if bound_q is not None:
@@ -72,11 +74,10 @@ def validate(call: Call) -> Problem:
         rules.integer(f, "max_seqlen_k", bound_k, 0)
         bound_k = 1 << (bound_k - 1).bit_length() if bound_k > 1 else 1
 
-    key = None
-    problem = None
+    key = seen = None
     try:
-        facts = [f, causal, left, right, chunk is None, cap == 0.0, invariant, splits]
-        facts += (bound_q, bound_k)
+        facts = [f, causal, left, right, chunk, cap, scale, k_number, v_number, invariant, splits]
+        facts += (bound_q, bound_k, call.return_lse)
         for x in (
             call.q, call.k, call.v, call.k_cache, call.v_cache, call.block_table,
             call.block_indptr, call.cu_seqlens_q, call.cu_seqlens_k, call.context_lens,
@@ -88,23 +89,30 @@ def validate(call: Call) -> Problem:
             else:
                 facts += (x.shape, x.stride(), x.dtype, x.device)
         known = tuple(facts)
-        problem = _seen.get(known)
+        seen = _seen.get(known)
         key = known
     except (AttributeError, TypeError, RuntimeError):
         pass  # not a plain tensor, or sizes that are symbols: _check says which, or lets it pass
-    if problem is None:
-        problem = _check(call, left, right, bound_q, bound_k)
+    if seen is None:
+        seen = _check(call, left is not None, right is not None, bound_q, bound_k), {}
         if key is not None:
             if len(_seen) >= _SEEN_LIMIT:
                 _seen.clear()
-            _seen[key] = problem
+            _seen[key] = seen
     if _grad_enabled():
         _refuse_grad(call)
+    problem, repeats = seen
+    call.repeats = repeats if key is not None else None
     return problem
 
 
-def _window(f: str, window: object) -> tuple[bool, bool]:
-    """Whether the left and the right side are limited."""
+def forget() -> None:
+    """Check every call anew, and launch it as if it were the first of its kind."""
+    _seen.clear()
+
+
+def _window(f: str, window: object) -> tuple[int | None, int | None]:
+    """(left, right), None for a side without a limit."""
     rule = "must be None or (left, right), each None or an int of at least -1 (-1: no limit)"
     if not isinstance(window, tuple | list) or len(window) != 2:
         fix = "A sliding window of W tokens, the query's own counted, is (W - 1, 0)."
@@ -118,7 +126,7 @@ def _window(f: str, window: object) -> tuple[bool, bool]:
         if side < -1:
             raise bad_value(f, "window_size", rule, window, "Pass -1 for a side without a limit.")
     left, right = window
-    return left is not None and left >= 0, right is not None and right >= 0
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def _refuse_grad(call: Call) -> None:
@@ -199,8 +207,12 @@ def _check(
         types=tuple(
             x.dtype if isinstance(x, _Tensor) else None
             for x in (
-                call.block_table, call.block_indptr, call.alibi_slopes, call.sinks,
-                call.k_scale, call.v_scale,
+                call.block_table,
+                call.block_indptr,
+                call.alibi_slopes,
+                call.sinks,
+                call.k_scale,
+                call.v_scale,
             )
         ),
         batch_invariant=call.batch_invariant,

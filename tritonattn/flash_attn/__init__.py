@@ -19,8 +19,12 @@ What differs from flash-attn:
 - ``return_attn_probs`` returns ``(out, softmax_lse, S_dmask)`` with an empty ``S_dmask``, as
   flash-attn does without dropout.
 - A negative ``cache_seqlens`` (a row that pads a CUDA graph) writes nothing, and its output is 0.
-  New tokens past the end of a cache are not written.
+  New tokens past the end of a cache are not written; to attend to them is an error, which
+  TRITONATTN_CHECK=1 names.
+- Keys and values may be float8 beside queries of 16 or 32 bits; float8 queries are refused.
 - ``cache_leftpad`` and ``cache_batch_idx`` also work with a paged cache.
+- Where keys do not start or end as memory does (``cache_leftpad``, ``seqused_k`` of packed keys),
+  they are read token by token, which is somewhat slower.
 - The window counts as local, which decides how ``flash_attn_with_kvcache`` rotates its queries,
   whenever one of its sides is limited; flash-attn does not count one that is as long as the cache.
 - ``softmax_lse`` of ``flash_attn_with_kvcache`` comes alone, as in flash-attn 2; flash-attn 3

@@ -2,48 +2,88 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import device as devices
 from ..errors import Text, bad_value
 
-
-class Tokens(NamedTuple):
-    """Packed tokens ``[n]``: the ``offset``-th of those that sequence ``sequence`` gets."""
-
-    sequence: Tensor
-    offset: Tensor
-    inside: Tensor | None  # False for rows that no sequence owns; None: there are none
+# Launches that were made, by all but the addresses of their tensors; cleared when full.
+_repeats: dict[tuple[object, ...], Any] = {}
+_REPEATS_LIMIT = 4096
 
 
-def dense_tokens(batch: int, length: int, device: torch.device) -> Tokens:
-    """``length`` tokens for each of ``batch`` sequences."""
-    token = torch.arange(batch * length, device=device)
-    return Tokens(token // max(length, 1), token % max(length, 1), None)
+def place(
+    cached: Tensor,
+    starts: Tensor | None,
+    length: int,
+    num_tokens: int,
+    table: Tensor,
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The slot of each of ``num_tokens`` new tokens, and each sequence's length with them.
+
+    ``length`` tokens for each sequence, or those that ``starts`` says.  Slots are int64, -1 if a
+    sequence is padding or has no page for a token; lengths below 0 stay as they are.
+    """
+    is_traced = torch.compiler.is_compiling() or type(cached) is not Tensor
+    find = _place_traced if is_traced else _place
+    return find(cached, starts, length, num_tokens, table, page_size)
 
 
-def packed_tokens(starts: Tensor, count: int) -> Tokens:
-    """``count`` rows, of which ``starts[b]:starts[b + 1]`` are those of sequence b."""
-    token = torch.arange(count, dtype=starts.dtype, device=starts.device)
-    found = torch.searchsorted(starts, token, right=True) - 1
-    last = starts.shape[0] - 2
-    sequence = found.clamp(0, last)
-    return Tokens(sequence, token - starts[sequence], found == sequence)
+def _place(
+    cached: Tensor,
+    starts: Tensor | None,
+    length: int,
+    num_tokens: int,
+    table: Tensor,
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    slots, lens = _placed(cached, starts, length, num_tokens, table, page_size)
+    given = (cached, table) if starts is None else (cached, starts, table)
+    facts = (table.shape, table.stride(), table.dtype, length, num_tokens, page_size)
+    key = (cached.device, len(given), *facts)
+    repeat = _repeats.get(key)
+    if repeat is not None:
+        repeat(*[x.data_ptr() for x in (slots, lens, *given)])
+        return slots, lens
+    from .. import binaries
+    from ..kernels.append import append_kernel
+    from ..kernels.tiles import Table
+
+    batch, columns = table.shape
+    device = devices.describe(cached.device)
+    block = 1024 if device.is_interpreter else 128
+    args = (
+        slots, lens, cached, starts, Table(table, None, table.stride(0), page_size), columns,
+        length, num_tokens, batch, batch.bit_length(),
+    )  # fmt: skip
+    grid, how = -(-max(num_tokens, batch) // block), ({"BLOCK": block}, binaries.Options())
+    launched = binaries.launch(append_kernel, grid, args, *how, device, cached.device)
+    if launched is not None:
+        if len(_repeats) >= _REPEATS_LIMIT:
+            _repeats.clear()
+        _repeats[key] = binaries.Repeat(launched)
+    return slots, lens
 
 
-def slots(tokens: Tokens, cached: Tensor, table: Tensor, page_size: int) -> Tensor:
-    """The slot of each token, int64; -1 if its sequence is padding or has no page for it."""
-    if table.shape[1] == 0:
-        return torch.full_like(tokens.sequence, -1, dtype=torch.int64)
-    start = cached[tokens.sequence]
-    pos = start + tokens.offset
-    column = pos // page_size
-    known = column.clamp(0, table.shape[1] - 1)
-    slot = table[tokens.sequence, known].long() * page_size + pos % page_size
-    ok = (start >= 0) & (column == known)
-    return torch.where(ok if tokens.inside is None else ok & tokens.inside, slot, -1)
+def _placed(
+    cached: Tensor,
+    starts: Tensor | None,
+    length: int,
+    num_tokens: int,
+    table: Tensor,
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    """What ``place`` returns, not filled in."""
+    return cached.new_empty(num_tokens, dtype=torch.int64), cached.new_empty(cached.shape)
+
+
+# What torch.compile sees in place of the launch.
+_place_traced = torch.library.custom_op("tritonattn::place", _place, mutates_args=())
+_place_traced.register_fake(_placed)
 
 
 def as_token_pages(

@@ -9,30 +9,30 @@ from torch import Tensor
 
 from .. import rules
 from ..errors import bad_value
-from .append import Tokens, dense_tokens, packed_tokens
 from .common import heads_last
 from .rotary import Rotary
 
 
 class New(NamedTuple):
-    """New tokens, packed; ``counts`` of them for each sequence, ``length`` if it is known."""
+    """Packed new tokens: ``length`` for each sequence, or those that ``starts`` says."""
 
     k: Tensor
     v: Tensor
-    tokens: Tokens
-    counts: int | Tensor
-    length: int | None
+    starts: Tensor | None
+    length: int
 
 
 def new_tokens(
     f: str,
     k: object,
     v: object,
-    starts: object,
+    starts: Any,
     batch: int,
     k_cache: Tensor,
     v_cache: Tensor,
-) -> New:
+) -> New | None:
+    if k is None and v is None and starts is None:
+        return None
     for name, x in (("k", k), ("v", v)):
         if x is None:
             fix = "Pass k and v, or neither of the two and no cu_seqlens_k_new."
@@ -50,11 +50,8 @@ def new_tokens(
     v = heads_last(f, "v", v, f"{axes}, Dv]", sizes | {last: (dim_v, "Dv of v_cache")})
     if packed:
         starts_of(f, "cu_seqlens_k_new", starts, batch, k_cache.device)
-        assert isinstance(starts, Tensor)
-        return New(k, v, packed_tokens(starts, k.shape[0]), starts.diff().clamp(min=0), None)
-    length = k.shape[1]
-    tokens = dense_tokens(batch, length, k.device)
-    return New(k.flatten(0, 1), v.flatten(0, 1), tokens, length, length)
+        return New(k, v, starts, 0)
+    return New(k.flatten(0, 1), v.flatten(0, 1), None, k.shape[1])
 
 
 def starts_of(f: str, name: str, value: object, batch: int | None, device: torch.device) -> int:
@@ -102,12 +99,20 @@ def page_ids(f: str, table: Any, index: Any, batch: int, k_cache: Tensor) -> Ten
     return table.index_select(0, index)
 
 
-def cached_lengths(f: str, value: Any, batch: int, capacity: int, device: torch.device) -> Tensor:
+def cached_lengths(
+    f: str, value: Any, batch: int, capacity: int, new: New | None, device: torch.device
+) -> Tensor:
     """Tokens in the cache before the new ones."""
     if isinstance(value, Tensor):
         return vector(f, "cache_seqlens", value, batch, device)
-    if value is not None:
-        rules.integer(f, "cache_seqlens", value, 0, capacity)
+    if value is None:
+        if new is not None:
+            fix = "Pass how many tokens the cache holds without the new ones."
+            raise bad_value(f, "cache_seqlens", "must be given with k and v", None, fix)
+    else:
+        fix = "Pass the tokens in the cache, new ones not counted, or a cache with more room."
+        room = capacity - (0 if new is None else new.length)
+        rules.integer(f, "cache_seqlens", value, 0, room, fix=fix)
     length = capacity if value is None else value
     return torch.full((batch,), length, dtype=torch.int32, device=device)
 
@@ -129,25 +134,25 @@ def rotary(
             fix = "Pass rotary_cos and rotary_sin as well, or no rotary_seqlens."
             raise bad_value(f, "rotary_seqlens", "needs rotary_cos and rotary_sin", start, fix)
         return None
-    rows = capacity if start is None else 1
-    for name, x, other in (("rotary_cos", cos, sin), ("rotary_sin", sin, cos)):
+    rows = max(capacity if start is None else 0, 1)
+    for name, x, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):
         if x is None:
             fix = "Pass rotary_cos and rotary_sin, or neither."
-            raise bad_value(f, name, "must be given with its counterpart", None, fix)
+            raise bad_value(f, name, f"must be given together with {other}", None, fix)
         rules.tensor(f, name, x, "[rows, R]")
         rules.dtype(f, name, x, rules.FLOAT_DTYPES, f"Pass {name}.float().")
         rules.rank(f, name, x, 2, "[rows, R]")
         rules.same_device(f, name, x, q.device, "q")
         rules.no_grad(f, name, x)
-        if x.shape != other.shape:
-            fix = "Pass rotary_cos and rotary_sin of one shape."
-            raise bad_value(f, name, "must have the shape of its counterpart", x, fix)
         if 2 * x.shape[1] > q.shape[-1]:
             rule = f"must have at most D / 2 = {q.shape[-1] // 2} entries on axis 1"
             raise bad_value(f, name, rule, x, "A column rotates two dims of a head.")
         if x.shape[0] < rows:
             rule = f"must have a row for each of the {rows} tokens that the cache can hold"
             raise bad_value(f, name, rule, x, f"Pass {name} for more positions.")
+    if sin.shape != cos.shape:
+        fix = "Pass rotary_cos and rotary_sin of one shape."
+        raise bad_value(f, "rotary_sin", "must have the shape of rotary_cos", sin, fix)
     if new is None:
         rule = "must come with k and v, as flash-attn rotates what it appends"
         fix = "Pass the new k and v, or rotate q before the call."

@@ -85,9 +85,6 @@ def options(
     sinks: Tensor | None,
     s_aux: Tensor | None,
     attention_chunk: int,
-    q_descale: Scale = None,
-    k_descale: Scale = None,
-    v_descale: Scale = None,
 ) -> dict[str, Any]:
     """Keyword arguments of this package's attention functions."""
     rules.integer(f, "attention_chunk", attention_chunk, 0, fix="Pass 0 for no chunks.")
@@ -99,23 +96,22 @@ def options(
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "sinks": either(f, "s_aux", s_aux, "sinks", sinks),
-        "k_scale": _score_scale(f, q_descale, k_descale),
-        "v_scale": v_descale,
         "num_splits": num_splits,
     }
 
 
-def _score_scale(f: str, q_descale: Scale, k_descale: Scale) -> Scale:
-    """Both are factors on the scores, so that one scale of the keys serves for the two."""
-    if q_descale is None or k_descale is None:
-        return k_descale if q_descale is None else q_descale
-    if isinstance(q_descale, Tensor) and isinstance(k_descale, Tensor):
-        shapes = q_descale.shape, k_descale.shape
-        if shapes[0] != shapes[1] and 1 not in (q_descale.numel(), k_descale.numel()):
-            rule = f"must have the shape of k_descale, {list(shapes[1])}, or one entry"
-            raise bad_value(f, "q_descale", rule, q_descale, "Pass both as [batch, Hkv].")
-        rules.same_device(f, "q_descale", q_descale, k_descale.device, "k_descale")
-    return q_descale * k_descale
+def scales(
+    f: str, q: Tensor, batch: int, kv_heads: int, q_scale: Scale, k_scale: Scale, v_scale: Scale
+) -> dict[str, Scale]:
+    """``k_scale`` and ``v_scale`` from flash-attn's descales.
+
+    Those of the queries and of the keys are both factors on the scores, so one serves for the two.
+    """
+    for name, scale in (("q_descale", q_scale), ("k_descale", k_scale), ("v_descale", v_scale)):
+        rules.scale(f, name, scale, kv_heads, q.device, batch)
+    if q_scale is not None and k_scale is not None:
+        k_scale = q_scale * k_scale
+    return {"k_scale": q_scale if k_scale is None else k_scale, "v_scale": v_scale}
 
 
 def run(
@@ -125,7 +121,7 @@ def run(
     try:
         return function(*args, **kwargs)
     except TritonAttnError as error:
-        raise type(error)(_retold(str(error), f, {**NAMES, **names})) from error
+        raise type(error)(_retold(str(error), f, {**NAMES, **names})) from None
 
 
 def _retold(message: str, f: str, names: Mapping[str, str]) -> str:

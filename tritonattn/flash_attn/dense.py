@@ -16,6 +16,7 @@ from .common import (
     refuse,
     returned,
     run,
+    scales,
     split_packed,
 )
 
@@ -94,8 +95,7 @@ def flash_attn_func(
     how = options(
         f, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, num_splits=num_splits, sinks=sinks, s_aux=s_aux,
-        attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale,
+        attention_chunk=attention_chunk,
     )  # fmt: skip
     q = heads_last(f, "q", q, "[batch, seqlen_q, Hq, D]", {})
     batch, seqlen_q, _, dim = q.shape
@@ -104,6 +104,7 @@ def flash_attn_func(
     seqlen_k, kv_heads = k.shape[1:3]
     sizes = {0: (batch, "batch of q"), 1: (seqlen_k, "seqlen_k of k"), 2: (kv_heads, "Hkv of k")}
     v = heads_last(f, "v", v, "[batch, seqlen_k, Hkv, Dv]", sizes)
+    how |= scales(f, q, batch, kv_heads, q_descale, k_descale, v_descale)
     # A view where memory allows it, else a copy; it is small beside what attention does with it.
     rows, cu_seqlens_q = q.flatten(0, 1), every(seqlen_q, batch, q.device)
     how |= {
@@ -111,7 +112,7 @@ def flash_attn_func(
         "max_seqlen_q": seqlen_q,
         "max_seqlen_k": seqlen_k,
     }
-    if _is_packed(k) and _is_packed(v) and k.dtype == q.dtype:
+    if _is_packed(k) and _is_packed(v) and k.dtype not in rules.FP8_DTYPES:
         packed = rows, k.flatten(0, 1), v.flatten(0, 1)
         sums = cu_seqlens_q, every(seqlen_k, batch, q.device)
         result = run(f, {}, api.varlen_attention, *packed, *sums, **how)

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from .. import api, rules
 from ..call import Call, Scale
-from ..errors import bad_value
 from ..kv_cache import write_kv_cache
 from ..validate import validate
-from .append import Tokens, as_token_pages, dense_tokens, packed_tokens, slots
+from .append import as_token_pages, place
 from .cache_arguments import cached_lengths, new_tokens, page_ids, rotary, starts_of, vector
-from .common import Window, bound, by_batch, either, every, heads_last, options, refuse, run
-from .rotary import rotate
+from .common import Window, bound, by_batch, either, every, heads_last, options, refuse, run, scales
+from .rotary import positions, rotate
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -118,8 +117,7 @@ def flash_attn_with_kvcache(
     how = options(
         f, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, num_splits=num_splits, sinks=sinks, s_aux=s_aux,
-        attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale,
+        attention_chunk=attention_chunk,
     )  # fmt: skip
     table = either(f, "block_table", block_table, "page_table", page_table)
     if cu_seqlens_q is None:
@@ -129,58 +127,46 @@ def flash_attn_with_kvcache(
         q = heads_last(f, "q", q, "[total_q, Hq, D]", {})
         batch, seqlen_q = starts_of(f, "cu_seqlens_q", cu_seqlens_q, None, q.device), 0
     device = q.device
-    rules.kv_pages(f, k_cache, v_cache, device)
+    kv_heads, _ = rules.kv_pages(f, k_cache, v_cache, device)
+    how |= scales(f, q, batch, kv_heads, q_descale, k_descale, v_descale)
     table = page_ids(f, table, cache_batch_idx, batch, k_cache)
     capacity = table.shape[1] * k_cache.shape[1]
-    cached = cached_lengths(f, cache_seqlens, batch, capacity, device)
-    new = None
-    if k is not None or v is not None or cu_seqlens_k_new is not None:
-        new = new_tokens(f, k, v, cu_seqlens_k_new, batch, k_cache, v_cache)
-        if cache_seqlens is None:
-            fix = "Pass how many tokens the cache holds without the new ones."
-            raise bad_value(f, "cache_seqlens", "must be given with k and v", None, fix)
+    new = new_tokens(f, k, v, cu_seqlens_k_new, batch, k_cache, v_cache)
+    cached = cached_lengths(f, cache_seqlens, batch, capacity, new, device)
     turn = rotary(
         f, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens, new, cached, capacity, q
     )
 
-    lens = cached if new is None else torch.where(cached < 0, cached, cached + new.counts)
+    how |= {"q": q, "seq_lens": cached, "return_lse": return_softmax_lse}
+    how |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": bound(max_seqlen_q)}
+    if cu_seqlens_q is None:
+        how |= {"q": q.flatten(0, 1), "max_seqlen_q": seqlen_q}
+        if seqlen_q != 1:
+            how["cu_seqlens_q"] = every(seqlen_q, batch, device)
+    if isinstance(cache_seqlens, int) and (new is None or new.starts is None):
+        how["max_seqlen_k"] = cache_seqlens + (0 if new is None else new.length)
     pages = k_cache, v_cache, table
     if cache_leftpad is not None:
-        lens = lens - vector(f, "cache_leftpad", cache_leftpad, batch, device)
+        vector(f, "cache_leftpad", cache_leftpad, batch, device)
         pages = as_token_pages(f, *pages, cache_leftpad)
-    rows = q
-    if cu_seqlens_q is None:
-        rows = q.flatten(0, 1)
-        how["max_seqlen_q"] = seqlen_q
-        how["cu_seqlens_q"] = None if seqlen_q == 1 else every(seqlen_q, batch, device)
-    else:
-        how["max_seqlen_q"] = bound(max_seqlen_q)
-        how["cu_seqlens_q"] = cu_seqlens_q
-    if isinstance(cache_seqlens, int):
-        grown = 0 if new is None else new.length
-        how["max_seqlen_k"] = None if grown is None else cache_seqlens + grown
-    how["return_lse"] = return_softmax_lse
     how |= dict(zip(("k_cache", "v_cache", "block_table"), pages, strict=True))
 
     if new is not None and batch > 0:
         if not torch.compiler.is_compiling():  # before anything is written
-            run(f, _NAMES, validate, Call("paged_attention", rows, seq_lens=lens, **how))
-        tokens = new.tokens
-        k, v = new.k, new.v
+            run(f, _NAMES, validate, Call("paged_attention", **how))
+        k, rows = new.k, how["q"]
         if turn is not None:
-            queries = _queries(cu_seqlens_q, seqlen_q, batch, rows)
-            is_local = causal or any(side is not None and side >= 0 for side in window_size)
-            place = turn.start[queries.sequence]
-            rows = rotate(rows, turn, place + queries.offset if is_local else place)
-            k = rotate(k, turn, turn.start[tokens.sequence] + tokens.offset)
-        where = slots(tokens, cached, table, k_cache.shape[1])
-        scales = {"k_scale": k_descale, "v_scale": v_descale}
-        run(f, _NAMES, write_kv_cache, k, v, k_cache, v_cache, where, **scales)
-    result = run(f, _NAMES, api.paged_attention, rows, seq_lens=lens, **how)
+            sides = window_size or ()
+            is_local = causal or any(side is not None and side >= 0 for side in sides)
+            which = cu_seqlens_q, seqlen_q, rows.shape[0]
+            how["q"] = rotate(rows, turn, positions(turn.start, *which, is_local))
+            which = new.starts, new.length, k.shape[0]
+            k = rotate(k, turn, positions(turn.start, *which, True))
+        where = new.starts, new.length, k.shape[0], table, k_cache.shape[1]
+        slots, how["seq_lens"] = place(cached, *where)
+        stored = {"k_scale": k_descale, "v_scale": v_descale}
+        run(f, _NAMES, write_kv_cache, k, new.v, k_cache, v_cache, slots, **stored)
+    if cache_leftpad is not None:
+        how["seq_lens"] = how["seq_lens"] - cache_leftpad
+    result = run(f, _NAMES, api.paged_attention, **how)
     return result if cu_seqlens_q is not None else by_batch(result, batch, seqlen_q)
-
-
-def _queries(starts: Tensor | None, length: int, batch: int, rows: Tensor) -> Tokens:
-    if starts is None:
-        return dense_tokens(batch, length, rows.device)
-    return packed_tokens(starts, rows.shape[0])

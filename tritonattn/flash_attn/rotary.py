@@ -38,3 +38,22 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
         a, b = turned[..., :half], turned[..., half:]
         pairs = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
     return torch.cat([pairs.to(x.dtype), rest], dim=-1)
+
+
+def positions(
+    first: Tensor, starts: Tensor | None, length: int, count: int, advance: bool
+) -> Tensor:
+    """Of ``count`` packed tokens ``[n]``: ``first[b] + t`` for the t-th of sequence b.
+
+    Each sequence has ``length`` tokens, or those that ``starts`` says.  Without ``advance`` all of
+    a sequence's tokens are at ``first[b]``.
+    """
+    if starts is None:
+        place = first[:, None].expand(-1, length)
+        if advance:
+            place = place + torch.arange(length, dtype=first.dtype, device=first.device)
+        return place.flatten()
+    token = torch.arange(count, dtype=starts.dtype, device=starts.device)
+    sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, first.shape[0] - 1)
+    place = first[sequence]
+    return place + token - starts[sequence] if advance else place

@@ -19,10 +19,13 @@ from .common import (
     refuse,
     returned,
     run,
+    scales,
     split_packed,
 )
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+_NAMES = {"k_cache": "k", "v_cache": "v", "seq_lens": "seqused_k"}
 
 
 def flash_attn_varlen_func(
@@ -63,8 +66,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: ``[total_q, Hq, D]``, float16, bfloat16 or float32.
-        k: ``[total_k, Hkv, D]``, q's dtype; with ``block_table`` ``[num_pages, page_size, Hkv, D]``
-            of q's dtype or float8, any page_size and strides.
+        k: ``[total_k, Hkv, D]``, q's dtype or float8; with ``block_table`` ``[num_pages, page_size,
+            Hkv, D]``, any page_size and strides.
         v: the same with Dv.
         cu_seqlens_q: ``[B + 1]`` int32, prefix sums of the numbers of queries.
         cu_seqlens_k: ``[B + 1]`` int32, prefix sums of the numbers of keys: where they lie, or with
@@ -99,8 +102,7 @@ def flash_attn_varlen_func(
     how = options(
         f, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, num_splits=num_splits, sinks=sinks, s_aux=s_aux,
-        attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale,
+        attention_chunk=attention_chunk,
     )  # fmt: skip
     how |= {
         "max_seqlen_q": bound(max_seqlen_q),
@@ -124,12 +126,15 @@ def flash_attn_varlen_func(
         rules.length(f, "cu_seqlens_k", ends, batch + 1, what, fix)
     if table is not None:
         rules.block_table(f, table, None, batch, q.device)
+        run(f, _NAMES, rules.kv_pages, f, k, v, q.device)
     else:
         k = heads_last(f, "k", k, "[total_k, Hkv, D]", {2: (q.shape[2], "D of q")})
         sizes = {0: (k.shape[0], "total_k of k"), 1: (k.shape[1], "Hkv of k")}
         v = heads_last(f, "v", v, "[total_k, Hkv, Dv]", sizes)
+    how |= scales(f, q, batch, k.shape[-2], q_descale, k_descale, v_descale)
     lens = used_k
-    if ends is not None and (table is not None or used_k is not None):
+    is_paged = table is not None or used_k is not None or k.dtype in rules.FP8_DTYPES
+    if ends is not None and is_paged:
         lens = ends.diff() if used_k is None else torch.minimum(used_k, ends.diff())
 
     if used_q is not None:
@@ -139,13 +144,12 @@ def flash_attn_varlen_func(
         table = None if table is None else table.repeat_interleave(2, dim=0)
     if lens is None:
         return returned(q, run(f, {}, api.varlen_attention, q, k, v, starts, ends, **how))
-    if table is None:  # pages of one token, so that a sequence's keys may end anywhere
+    if table is None:  # pages of one token: a sequence's keys may end anywhere, and be float8
         k, v = k[:, None], v[:, None]
         table = torch.arange(k.shape[0], dtype=torch.int32, device=q.device)
         how["block_indptr"] = ends
     how["cu_seqlens_q"] = starts
-    names = {"k_cache": "k", "v_cache": "v", "seq_lens": "seqused_k"}
-    return returned(q, run(f, names, api.paged_attention, q, k, v, table, lens, **how))
+    return returned(q, run(f, _NAMES, api.paged_attention, q, k, v, table, lens, **how))
 
 
 def _lengths(f: str, name: str, value: object, batch: int, q: Tensor) -> Tensor | None:

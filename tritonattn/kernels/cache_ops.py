@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .casts import decode, encode, round_to, widen
-from .tiles import load_scale, load_tile, store_tile
+from .tiles import find_row, load_scale, load_tile, store_tile
 
 
 @triton.jit
@@ -122,16 +122,7 @@ def gather_kernel(
     token = row // num_heads
     head = (row % num_heads).to(tl.int64)
 
-    # The last sequence that starts at or before the token; num_seqs past the last one's end.
-    sequence = tl.zeros([BLOCK_ROWS], tl.int32)
-    high = tl.zeros([BLOCK_ROWS], tl.int32) + num_seqs
-    step = 0
-    while step < num_steps:
-        middle = (sequence + high + 1) // 2
-        is_right = tl.load(cu_seqlens_k + middle) <= token
-        sequence = tl.where(is_right, middle, sequence)
-        high = tl.where(is_right, high, middle - 1)
-        step += 1
+    sequence = find_row(cu_seqlens_k, num_seqs, num_steps, token, BLOCK_ROWS)
     inside = mask_row & (sequence < num_seqs)
     sequence = tl.minimum(sequence, num_seqs - 1)
     pos = token - tl.load(cu_seqlens_k + sequence)

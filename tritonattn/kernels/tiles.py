@@ -83,6 +83,25 @@ def find_sequence(cu_seqlens_q, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def find_row(cu_seqlens, num_seqs, num_steps, rows, BLOCK: tl.constexpr):
+    """For each of packed rows [BLOCK] the last sequence that starts at or before it.
+
+    That is ``num_seqs`` for rows past the last sequence's end; ``num_steps`` of halving find one
+    among num_seqs + 1.
+    """
+    sequence = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32) + num_seqs
+    step = 0
+    while step < num_steps:
+        middle = (sequence + high + 1) // 2
+        is_right = tl.load(cu_seqlens + middle) <= rows
+        sequence = tl.where(is_right, middle, sequence)
+        high = tl.where(is_right, high, middle - 1)
+        step += 1
+    return sequence
+
+
+@triton.jit
 def load_scale(scale, sequence, kv_head):
     value = scale.value
     if scale.ptr is not None:

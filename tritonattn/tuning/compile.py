@@ -30,8 +30,7 @@ class Report:
 
 
 def example_call(problem: Problem) -> Call:
-    """Tiny CPU tensors of the problem's dtypes and options: what a binary depends on, and no more.
-    """
+    """Tiny CPU tensors of the problem's dtypes and options: what a binary depends on."""
     heads = problem.num_kv_heads * problem.group
     ints = torch.zeros(2, dtype=torch.int32)
     mask = problem.mask
@@ -66,9 +65,7 @@ def example_call(problem: Problem) -> Call:
     return call
 
 
-def compile_attention(
-    problem: Problem, config: KernelConfig, plan: Plan, device: Device
-) -> Report:
+def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device: Device) -> Report:
     """Compile the attention kernel for ``device``; raises what Triton's compiler raises."""
     from ..kernels.attention import attention_kernel
     from ..launch import arguments, make_spec
