@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import hf_models
@@ -225,6 +229,15 @@ def test_attention_takes_keys_of_any_strides(device):
     assert torch.equal(both[1:], alone)
 
 
+def test_the_package_does_not_import_transformers():
+    code = (
+        "import sys, tritonattn; "
+        "sys.exit(any(n.startswith(('transformers', 'tritonattn.integrations')) for n in sys.modules))"
+    )
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
 def test_register_needs_a_supported_transformers(monkeypatch):
     from tritonattn.errors import UnsupportedError
     from tritonattn.integrations import transformers_versions as versions
@@ -247,6 +260,16 @@ def test_forward_equals_eager_where_nothing_may_wait(device, monkeypatch):
     """In a graph that is being captured, left padding is a dense mask: its values are not there."""
     monkeypatch.setattr(transformers_masks, "_must_not_wait", lambda tensor: True)
     assert_same_logits(forward(prompts("left", device)), ours("llama4", device), "llama4")
+
+
+@pytest.mark.parametrize("function", ["register", "patch_alibi"])
+def test_examples_in_docstrings_run(function):
+    if function == "patch_alibi" and hf_models.versions.version() < (5, 5):
+        pytest.skip("needs transformers 5.5 or later")
+    found = getattr(integration, function)
+    module = sys.modules[found.__module__]
+    (example,) = doctest.DocTestFinder(recurse=False).find(found, globs=vars(module).copy())
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 @pytest.mark.gpu

@@ -62,19 +62,21 @@ def test_falcon_without_alibi_equals_its_own_attention(device, monkeypatch):
 
 @pytest.mark.parametrize("name", ALIBI)
 def test_dropped_alibi_would_be_seen(name, device, monkeypatch):
-    drop(monkeypatch, "varlen_attention", alibi_slopes=None)
+    for function in ("varlen_attention", "paged_attention"):
+        drop(monkeypatch, function, alibi_slopes=None)
     with pytest.raises(AssertionError, match=r"off by .* more than"):
         assert_same_logits(forward(prompts("left", device)), ours(name, device), name)
 
 
 def test_falcons_scale_of_alibi_would_be_missed(device, monkeypatch):
-    real = transformers_routes.varlen_attention
+    for function in ("varlen_attention", "paged_attention"):
+        real = getattr(transformers_routes, function)
 
-    def unscaled(*args: Any, alibi_slopes: Any, softmax_scale: float, **options: Any) -> Any:
-        slopes = alibi_slopes / softmax_scale
-        return real(*args, alibi_slopes=slopes, softmax_scale=softmax_scale, **options)
+        def unscaled(*args: Any, real: Any = real, **options: Any) -> Any:
+            slopes = options["alibi_slopes"] / options["softmax_scale"]
+            return real(*args, **{**options, "alibi_slopes": slopes})
 
-    monkeypatch.setattr(transformers_routes, "varlen_attention", unscaled)
+        monkeypatch.setattr(transformers_routes, function, unscaled)
     with pytest.raises(AssertionError, match=r"off by .* more than"):
         assert_same_logits(forward(prompts("left", device)), ours("falcon", device), "falcon")
 

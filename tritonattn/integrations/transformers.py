@@ -13,7 +13,9 @@
 - dynamic and static caches, left and right padding, and any bool mask ``[batch or 1, 1, queries,
   keys]``, True where a query sees a key; sequences packed in one row, by ``cu_seq_lens_q`` and
   ``cu_seq_lens_k`` or by positions that start again;
-- continuous batching, ``model.generate_batch(...)``, from transformers 5.0 on;
+- continuous batching, ``model.generate_batch(...)``, from transformers 5.5 on (up to 5.10, with
+  sliding layers, its tokens are not those of ``generate()``, whatever computes the attention; up to
+  5.18 and where flash-attn is installed, load with ``attn_implementation="paged|tritonattn"``);
 - Bloom, MPT and Falcon, whose attention never reaches that interface: ``patch_alibi(model)``, from
   transformers 5.5 on.
 
@@ -48,6 +50,22 @@ def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` known to transformers; may be called again.
 
     Raises UnsupportedError where transformers is missing or older than 4.57.
+
+    >>> import torch, transformers
+    >>> register()
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+    ...     num_attention_heads=2, attn_implementation="tritonattn",
+    ... )
+    >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+    >>> model = transformers.LlamaForCausalLM(config).to(device).eval()
+    >>> prompt = torch.tensor([[5, 6, 7]], device=device)
+    >>> mask = torch.ones_like(prompt)
+    >>> out = model.generate(
+    ...     prompt, attention_mask=mask, max_new_tokens=2, min_new_tokens=2, pad_token_id=0
+    ... )
+    >>> out.shape
+    torch.Size([1, 5])
     """
     versions.require()
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -41,6 +41,16 @@ def patch_alibi(model: torch.nn.Module) -> torch.nn.Module:
 
     Raises ArgumentTypeError for another model, UnsupportedError where transformers is older than
     5.5, whose masks for these models do not go through its mask interface.
+
+    Source: ALiBi, Press et al. 2022; the models' code in transformers.
+
+    >>> import torch, transformers
+    >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+    >>> config = transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=1, n_head=2)
+    >>> model = patch_alibi(transformers.BloomForCausalLM(config).to(device).eval())
+    >>> with torch.no_grad():
+    ...     model(input_ids=torch.tensor([[5, 6, 7]], device=device)).logits.shape
+    torch.Size([1, 3, 32])
     """
     versions.require()
     if versions.version() < (5, 5):
