@@ -231,8 +231,8 @@ def test_attention_takes_keys_of_any_strides(device):
 
 def test_the_package_does_not_import_transformers():
     code = (
-        "import sys, tritonattn; "
-        "sys.exit(any(n.startswith(('transformers', 'tritonattn.integrations')) for n in sys.modules))"
+        "import sys, tritonattn; names = ('transformers', 'tritonattn.integrations'); "
+        "sys.exit(any(name.startswith(names) for name in sys.modules))"
     )
     root = Path(__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
