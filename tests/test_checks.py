@@ -8,7 +8,7 @@ import pytest
 import torch
 from calls import CACHED, NEW, PAGED, PREFIX, VARLEN, Change, good, i32
 
-from tritonattn import api
+from tritonattn import api, settings
 from tritonattn.checks import check_values
 from tritonattn.errors import ArgumentValueError
 from tritonattn.validate import validate
@@ -177,11 +177,11 @@ def test_paged_attention_checks_values_only_when_asked(
     call = good(PAGED, device, seq_lens=ints(9, 99))
     arguments = (call.q, call.k_cache, call.v_cache, call.block_table, call.seq_lens)
     seen: list[Any] = []
-    monkeypatch.setattr(api, "check_values", lambda *given: seen.append(given))
+    monkeypatch.setattr("tritonattn.attend.check_values", lambda *given: seen.append(given))
     call.seq_lens[1] = 20
-    monkeypatch.setattr(api.settings, "CHECK", False)
+    monkeypatch.setattr(settings, "CHECK", False)
     api.paged_attention(*arguments)
     assert seen == []
-    monkeypatch.setattr(api.settings, "CHECK", True)
+    monkeypatch.setattr(settings, "CHECK", True)
     api.paged_attention(*arguments)
     assert len(seen) == 1

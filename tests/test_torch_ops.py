@@ -38,7 +38,7 @@ from tritonattn import (
     write_kv_cache,
 )
 from tritonattn import (
-    run as way,
+    attend as way,
 )
 from tritonattn.testing import Case, generator, normal
 

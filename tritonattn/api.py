@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from .attend import attend
 from .call import Call, Result, Scale
-from .run import attend
 from .tracing import is_traced
 
 Window = tuple[int | None, int | None]

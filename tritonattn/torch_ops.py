@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import torch
 
 from . import api, cache_launch, cache_rules, kv_cache, merge, validate
+from .attend import attend
 from .call import Call, Result
 from .rules import INTS, MAX_FLOAT32
-from .run import attend
 
 _LIBRARY = torch.library.Library("tritonattn", "FRAGMENT")
 

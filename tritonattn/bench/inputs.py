@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,11 +97,10 @@ def _copy(case: Case, call: Call) -> Call:
 
 def own(call: Call, out: Tensor | None = None) -> Callable[[], Any]:
     """This package's function on the call's arguments, ready to be called."""
+    function = getattr(api, call.function)
     names = TENSORS[call.function]
-    given = {
-        f.name: getattr(call, f.name) for f in fields(call) if f.name not in (*names, "function")
-    }
+    given = {n: getattr(call, n) for n in inspect.signature(function).parameters if n not in names}
     options = {name: x for name, x in given.items() if x is not None}
     if out is not None:
         options["out"] = out
-    return partial(getattr(api, call.function), *(getattr(call, name) for name in names), **options)
+    return partial(function, *(getattr(call, name) for name in names), **options)
