@@ -275,6 +275,10 @@ def make_spec(
         page if page & (page - 1) == 0 and page <= 1024 else 0,
         problem.cache_format,
         gpu.has_native_e4m3,
+        # Beside new keys the queries are there in both formats, for which RDNA has no registers.
+        problem.cache_format != ""
+        and problem.dtype == torch.bfloat16
+        and not (problem.has_new and gpu.backend == "hip"),
         problem.has_cache,
         problem.has_new,
         mask.has_left,

@@ -221,7 +221,7 @@ def attention_kernel(
     )
     cached_rows = rows
     cached_row_scale = row_scale
-    if SPEC.CACHE_FORMAT != "" and q_tile.dtype == tl.bfloat16:
+    if SPEC.HALF_FP8:
         # float8 becomes float16 by one instruction, and bfloat16 by several.
         q_half, tail_half, power = split_power(q_tile, q_tail, SPEC.TAIL_D > 0, SPEC.INTERPRETED)
         cached_row_scale = row_scale * power

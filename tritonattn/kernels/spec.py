@@ -24,6 +24,7 @@ class Spec(NamedTuple):
     PAGE_SIZE: int  # 0: a run-time value, for pages that are no power of two
     CACHE_FORMAT: str  # float8 format of the cache's bytes, "" for the queries' own dtype
     NATIVE_FP8: bool  # the GPU converts float8 itself
+    HALF_FP8: bool  # float8 keys and values meet bfloat16 queries in float16
     HAS_CACHE: bool
     HAS_NEW: bool
     HAS_LEFT: bool

@@ -102,7 +102,8 @@ def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:
             return Tile(16, 16, 16, 1)
         if width <= 64:
             return Tile(_up_to(64, rows), 32, 8, 1)
-        return Tile(_up_to(32 if width <= 128 else 16, rows), 16, 8, 1)
+        is_heavy = width > 128 or (problem.mask.has_tree and problem.cache_format != "")
+        return Tile(_up_to(16 if is_heavy else 32, rows), 16, 8, 1)
     # With 4 warps, one on each SIMD, a thread may have all of 512 registers.
     if width > 256:
         return Tile(16, 16, 4, 1)
