@@ -261,3 +261,11 @@ def test_scratch_keeps_nothing_large(stream: SimpleNamespace) -> None:
     large = scratch._LIMIT + 1
     assert scratch.take(Rows(0), large) is not scratch.take(Rows(0), large)
     assert scratch._buffers == {}
+
+
+def test_binaries_are_left_to_the_process_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """triton 3.9 unloads a kernel's module when the kernel goes, which at the end is too late."""
+    kernel = SimpleNamespace(module=object())
+    monkeypatch.setattr(binaries, "_compiled", {(): kernel})
+    binaries._leave_to_the_process()
+    assert kernel.module is None

@@ -15,6 +15,7 @@ A launch costs the host more than a small kernel costs the GPU, so whoever launc
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -150,6 +151,14 @@ def compile_for(
     # Stated, as Triton 3.10 changes the default and equal bits are promised.
     stated = {**options._asdict(), "enable_fp_fusion": True}
     return triton.compile(source, target=target, options=stated)
+
+
+@atexit.register
+def _leave_to_the_process() -> None:
+    """Binaries die with it.  Triton 3.9 would unload each as the interpreter shuts down, by modules
+    of its own that are gone by then, and complain on stderr."""
+    for binary in _compiled.values():
+        binary.module = None
 
 
 def count() -> int:
