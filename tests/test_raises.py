@@ -24,7 +24,7 @@ from tritonattn.bench.peers import cudnn, torch_sdpa, varlen, with_flashinfer
 from tritonattn.cli import main
 from tritonattn.commands import cache, fuzz
 from tritonattn.errors import ArgumentValueError, UnsupportedError
-from tritonattn.flash_attn import flash_attn_varlen_func
+from tritonattn.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tritonattn.inputs import Case
 from tritonattn.tuning import compile as compiling
 from tritonattn.tuning import store, tables, trials
@@ -158,11 +158,13 @@ def test_check_refuses_results_of_another_form(answer: Any, message: str) -> Non
         testing.check(paged_attention, *args, **options, out=torch.empty_like(q))
 
 
-def test_flash_attn_varlen_func_wants_a_start_for_each_sequence() -> None:
+def test_flash_attn_wants_a_start_for_each_sequence() -> None:
     q = torch.zeros(2, 1, 16)
     empty = torch.zeros(0, dtype=torch.int32)
     with pytest.raises(ArgumentValueError, match=r"batch \+ 1 entries"):
         flash_attn_varlen_func(q, q, q, empty, empty, 2, 2)
+    with pytest.raises(ArgumentValueError, match=r"cu_seqlens_q must have batch \+ 1 entries"):
+        flash_attn_with_kvcache(q, q[None], q[None], cu_seqlens_q=empty, max_seqlen_q=1)
 
 
 def test_disassembly_that_tells_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
