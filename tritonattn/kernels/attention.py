@@ -212,7 +212,7 @@ def attention_kernel(
     if SPEC.HAS_SINK:
         sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0)
         sink = tl.where(part == 0, sink.to(tl.float32), float("-inf"))
-    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK)
+    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK, q_tile.dtype == tl.float32)
     tree_rows = token.to(tl.int64)
     if SPEC.HAS_TREE:
         tree_rows = masking.tree + tree_rows * masking.stride_tree_row

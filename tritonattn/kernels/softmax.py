@@ -1,4 +1,5 @@
-"""Scores and the online softmax, in base 2.
+"""Scores and the online softmax, in base 2; of float32 inputs in natural units up to the exponent,
+as a bias that is exact there would be rounded by log2(e), and its rounding grows with the bias.
 
 With s the scores times log2(e), m the running maximum and l the running sum of a row:
 
@@ -40,28 +41,42 @@ def logits(
     IS_EXACT: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] scores in base 2: scaled, capped, biased; not yet masked.
+    """[BLOCK_M, BLOCK_N] scores: scaled, capped, biased; not yet masked.
 
     ``row_scale`` [BLOCK_M] multiplies the raw products, ``slopes`` [BLOCK_M] are ALiBi's, both in
     natural units.
     """
     if HAS_SOFTCAP:
-        s = (softcap * LOG2E) * tanh(qk * (row_scale / softcap)[:, None], IS_EXACT)
+        s = (softcap * unit(IS_EXACT)) * tanh(qk * (row_scale / softcap)[:, None], IS_EXACT)
     else:
-        s = qk * (row_scale * LOG2E)[:, None]
+        s = qk * (row_scale * unit(IS_EXACT))[:, None]
     if HAS_ALIBI:
         # An integer difference first: it is exact, and so is its float32 up to 2^24.
         distance = tl.abs(pos[:, None] - offs_n[None, :]).to(tl.float32)
-        s -= (slopes * LOG2E)[:, None] * distance
+        s -= (slopes * unit(IS_EXACT))[:, None] * distance
     return s
 
 
 @triton.jit
-def start(sink, HAS_SINK: tl.constexpr):
+def unit(IS_EXACT: tl.constexpr):
+    """What a natural logit is in the scores' unit."""
+    return 1.0 if IS_EXACT else LOG2E
+
+
+@triton.jit
+def power(x, IS_EXACT: tl.constexpr):
+    """What a difference of scores is a logarithm of."""
+    if IS_EXACT:
+        x *= LOG2E
+    return tl.math.exp2(x)
+
+
+@triton.jit
+def start(sink, HAS_SINK: tl.constexpr, IS_EXACT: tl.constexpr):
     """(row_max, row_sum) before the first key: nothing, or the sink's logit, which counts once and
     has no value.  ``sink`` [BLOCK_M]."""
     if HAS_SINK:
-        row_max = sink * LOG2E
+        row_max = sink * unit(IS_EXACT)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     else:
         row_max = tl.full(sink.shape, float("-inf"), tl.float32)
@@ -70,7 +85,16 @@ def start(sink, HAS_SINK: tl.constexpr):
 
 
 @triton.jit
-def step(row_max, row_sum, s, qk, factor, MASKED: tl.constexpr, IS_PRODUCT: tl.constexpr):
+def step(
+    row_max,
+    row_sum,
+    s,
+    qk,
+    factor,
+    MASKED: tl.constexpr,
+    IS_PRODUCT: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+):
     """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed
     before, and the new (row_max, row_sum).
 
@@ -88,8 +112,8 @@ def step(row_max, row_sum, s, qk, factor, MASKED: tl.constexpr, IS_PRODUCT: tl.c
             d = tl.where(s == float("-inf"), s, d)
     else:
         d = s - shift[:, None]
-    p = tl.math.exp2(d)
-    alpha = tl.math.exp2(row_max - shift)
+    p = power(d, IS_EXACT)
+    alpha = power(row_max - shift, IS_EXACT)
     return p, alpha, m_new, row_sum * alpha + tl.sum(p, 1)
 
 
@@ -102,5 +126,9 @@ def finish(acc, row_max, row_sum, IS_EXACT: tl.constexpr):
         out = tl.math.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
     else:
         out = acc * (1.0 / divisor)[:, None]
-    lse = tl.where(is_empty, float("-inf"), (row_max + tl.math.log2(divisor)) * LN2)
+    if IS_EXACT:
+        lse = row_max + tl.math.log2(divisor) * LN2
+    else:
+        lse = (row_max + tl.math.log2(divisor)) * LN2
+    lse = tl.where(is_empty, float("-inf"), lse)
     return out, lse

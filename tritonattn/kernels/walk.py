@@ -118,7 +118,7 @@ def visit(
         s = tl.where(visible, s, float("-inf"))
     IS_PRODUCT: tl.constexpr = IS_EXACT and not SPEC.HAS_SOFTCAP and not SPEC.HAS_ALIBI
     p, alpha, row_max, row_sum = softmax.step(
-        row_max, row_sum, s, qk, row_scale * softmax.LOG2E, MASKED, IS_PRODUCT
+        row_max, row_sum, s, qk, row_scale, MASKED, IS_PRODUCT, IS_EXACT
     )
 
     p = round_to(p, v.dtype, SPEC.INTERPRETED)
