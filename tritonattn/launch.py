@@ -270,6 +270,7 @@ def make_spec(
         whole_block(problem.head_dim_v),
         config.block_m,
         config.block_n,
+        config.form,
         problem.group,
         config.pack,
         page if page & (page - 1) == 0 and page <= 1024 else 0,

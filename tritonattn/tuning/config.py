@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from ..device import Device
 from ..problem import Problem
 
+# The order of the loop over keys that every row of a tile sees; kernels/walk.py says what each is.
+FORMS = ("textbook", "qk-lead", "pv-lag")
+
 
 @dataclass(frozen=True)
 class KernelConfig:
@@ -21,19 +24,25 @@ class KernelConfig:
     pack: int  # query heads of one KV head in a tile
     num_warps: int
     num_stages: int
+    form: str = "textbook"  # one of FORMS
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> KernelConfig:
-        """Read one entry; raise ValueError for anything but a configuration's integers."""
+        """Read one entry; raise ValueError for anything but a configuration's fields.
+
+        One without a form is from before there were any.
+        """
         data = json.loads(text)
-        names = [field.name for field in fields(cls)]
-        if not isinstance(data, dict) or sorted(data) != sorted(names):
-            raise ValueError(f"a configuration has the fields {names}; got {text}")
-        if any(type(value) is not int for value in data.values()):
-            raise ValueError(f"a configuration's fields are integers; got {text}")
+        kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
+        if isinstance(data, dict):
+            data.setdefault("form", cls.form)
+        if not isinstance(data, dict) or sorted(data) != sorted(kinds):
+            raise ValueError(f"a configuration has the fields {[*kinds]}; got {text}")
+        if any(type(data[name]) is not kind for name, kind in kinds.items()):
+            raise ValueError(f"a configuration's fields are integers and a form's name; got {text}")
         return cls(**data)
 
 
@@ -80,6 +89,8 @@ def out_of_range(config: KernelConfig) -> str:
         return f"num_stages must be from 1 to 8; got {config.num_stages}"
     if config.pack < 1:
         return f"pack must be at least 1; got {config.pack}"
+    if config.form not in FORMS:
+        return f"form must be one of {', '.join(FORMS)}; got {config.form!r}"
     return ""
 
 

@@ -57,9 +57,10 @@ def fit(config: KernelConfig, problem: Problem, device: Device) -> KernelConfig 
 
 
 def describe(config: KernelConfig) -> str:
-    """``64 x 32 tile, 4 heads packed, 4 warps, 3 stages``."""
+    """``64 x 32 tile, 4 heads packed, 4 warps, 3 stages, qk-lead``."""
     packed = f"{config.pack} heads packed, " if config.pack > 1 else ""
+    form = f", {config.form}" if config.form != KernelConfig.form else ""
     return (
         f"{config.block_m} x {config.block_n} tile, {packed}{config.num_warps} warps, "
-        f"{config.num_stages} stages"
+        f"{config.num_stages} stages{form}"
     )
