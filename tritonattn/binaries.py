@@ -40,6 +40,16 @@ class Options(NamedTuple):
     num_stages: int = 1
 
 
+class Work(NamedTuple):
+    """What is to be launched."""
+
+    kernel: Any
+    grid: int
+    args: tuple
+    constants: Mapping[str, object]
+    options: Options
+
+
 _compiled: dict[tuple, Any] = {}
 
 

@@ -55,29 +55,29 @@ class Box:
         )  # fmt: skip
 
 
-def box(tensor: torch.Tensor, block_shape: Sequence[int], layout: object) -> Box:
-    """``tensor``'s box; an axis of one entry is never stepped along, so its stride may be any."""
+def box(
+    tensor: torch.Tensor, block_shape: Sequence[int], layout: object, spare: torch.Tensor
+) -> Box:
+    """``tensor``'s box.  An empty tensor has no memory: none is ever copied from there, but TMA
+    wants an address, for which there is ``spare``."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if tensor.numel() == 0:
+        tensor, shape = spare, (1,) * len(shape)
+    # An axis of one entry is never stepped along, so its stride may be any; TMA's may not.
     step = ALIGNMENT // tensor.element_size()
-    strides = (
-        stride if length > 1 or i == tensor.dim() - 1 else step
-        for i, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    )
+    steps = [stride if n > 1 else step for n, stride in zip(shape, strides, strict=True)]
     return Box(
-        tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(strides), tuple(block_shape),
-        layout,
+        tensor.data_ptr(), tensor.dtype, shape, (*steps[:-1], 1), tuple(block_shape), layout
     )  # fmt: skip
 
 
-def why_not(tensor: torch.Tensor) -> str:
-    """Why no box can be copied from ``tensor``, wherever it starts; "" if one can."""
+def has_boxes(tensor: torch.Tensor) -> bool:
+    """Whether TMA can copy boxes of ``tensor``, wherever it starts."""
     itemsize = tensor.element_size()
-    if tensor.numel() == 0:
-        return "is empty"
-    for length, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
-        if length >= _MOST_SIZE:
-            return f"has {length} entries on an axis"
-        if length > 1 and (stride <= 0 or stride * itemsize % ALIGNMENT):
-            return f"has a stride of {stride * itemsize} bytes"
-        if length > 1 and stride * itemsize >= _MOST_STRIDE:
-            return f"has a stride of {stride * itemsize} bytes"
-    return ""
+    return all(
+        n < _MOST_SIZE
+        and (
+            n <= 1 or (0 < stride * itemsize < _MOST_STRIDE and stride * itemsize % ALIGNMENT == 0)
+        )
+        for n, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)
+    )
