@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from tritonattn.device import INTERPRETER, SHARED_MEMORY, Device, target
 from tritonattn.errors import UnsupportedError
 from tritonattn.problem import MaskSpec, Problem
 from tritonattn.tuning import store
-from tritonattn.tuning.config import KernelConfig, blocks, invalid, shared_memory
+from tritonattn.tuning.config import FORMS, KernelConfig, blocks, invalid, shared_memory
 from tritonattn.tuning.heuristics import heuristic
 
 fp16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -37,8 +38,15 @@ DECODE = Problem(
 CONFIG = KernelConfig(block_m=16, block_n=64, pack=4, num_warps=4, num_stages=3)
 
 
-def test_kernel_config_survives_json():
-    assert KernelConfig.from_json(CONFIG.to_json()) == CONFIG
+@pytest.mark.parametrize("form", FORMS)
+def test_kernel_config_survives_json(form: str):
+    config = dataclasses.replace(CONFIG, form=form)
+    assert KernelConfig.from_json(config.to_json()) == config
+
+
+def test_kernel_config_of_a_table_without_forms_is_the_textbook_one():
+    fields = {name: x for name, x in dataclasses.asdict(CONFIG).items() if name != "form"}
+    assert KernelConfig.from_json(json.dumps(fields)) == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,7 @@ def test_kernel_config_survives_json():
         (CONFIG.to_json().replace("16", "16.0"), "fields are integers"),
         (CONFIG.to_json().replace("16", "true"), "fields are integers"),
         (CONFIG.to_json().replace("16", '"16"'), "fields are integers"),
+        (CONFIG.to_json().replace('"textbook"', "1"), "a form's name"),
         ("{", "Expecting property name"),
     ],
 )
@@ -89,7 +98,7 @@ def test_blocks_of_known_dims():
         ({"block_m": 256, "num_warps": 1}, "registers a thread"),
     ],
 )
-def test_invalid_says_why(change: dict[str, int], message: str):
+def test_invalid_says_why(change: dict[str, Any], message: str):
     config = dataclasses.replace(CONFIG, **change)
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(invalid(config, DECODE, target(86)))

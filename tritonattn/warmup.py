@@ -125,10 +125,11 @@ def choices(problem: Problem, gpu: devices.Device, *bounds: int) -> list[tuple[K
     """Configurations, each with 1 or 2 splits of the keys, that calls up to the bounds may get."""
     found: dict[tuple[KernelConfig, int], None] = {}
     for sized in _sizes(problem, *bounds):
-        splits = plan(sized, gpu).num_splits
+        config = store.find(sized, gpu).config
+        splits = plan(sized, gpu, config.kernel).num_splits
         if problem.num_splits < 2:  # else the caller's number
             splits = min(splits, 2)
-        found[store.find(sized, gpu).config, splits] = None
+        found[config, splits] = None
     return list(found)
 
 

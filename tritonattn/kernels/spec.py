@@ -19,6 +19,7 @@ class Spec(NamedTuple):
     BLOCK_DV: int
     BLOCK_M: int  # rows of a tile: (token, head) pairs, heads fastest
     BLOCK_N: int  # keys of a tile
+    FORM: str  # of the loop over keys that all rows see: "textbook", "qk-lead" or "pv-lag"
     GROUP: int  # query heads a KV head
     PACK: int  # of these, heads in one tile
     PAGE_SIZE: int  # 0: a run-time value, for pages that are no power of two

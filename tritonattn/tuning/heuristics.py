@@ -16,12 +16,14 @@ import torch
 
 from ..device import Device
 from ..errors import UnsupportedError, dtype_name
+from ..plan import HOPPER, plan
 from ..problem import Problem
 from .config import (
     KernelConfig,
     blocks,
     has_tensor_cores,
     has_warpgroup_mma,
+    hopper_block,
     invalid,
     whole_block,
 )
@@ -46,6 +48,8 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
         rows = max(16, min(128, _power(problem.max_q * problem.group)))
         return KernelConfig(rows, 64, min(problem.group, rows), 4, 1)
 
+    if plan(problem, device).kernel == HOPPER:
+        return _hopper(problem)
     queries = problem.max_q
     if problem.batch_invariant:
         # Nothing that depends on the batch may choose: not the bound on its queries either.
@@ -92,6 +96,13 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     if width <= 128:
         return Tile(128, 32 if is_heavy and not has_warpgroup_mma(device) else 64, 8, 3)
     return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2)
+
+
+def _hopper(problem: Problem) -> KernelConfig:
+    """As large a tile as registers allow, and keys in flight in as much memory as there is."""
+    d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
+    keys, stages = (128, 4 if d == 64 else 2) if d <= 128 else (64, 3 if dv <= 128 else 2)
+    return KernelConfig(128, keys, 1, 4, stages, "plain", HOPPER)
 
 
 def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:

@@ -1,0 +1,139 @@
+"""A call for the portable kernel: its binary, grid and arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+
+from .arguments import (
+    NO_LIMIT,
+    batch_of,
+    bytes_if_fp8,
+    dequantise,
+    masking_of,
+    output,
+    pages,
+    partials,
+    rows,
+    scoring_of,
+    table_of,
+)
+from .binaries import Options, Work
+from .call import Call
+from .device import Device
+from .kernels.attention import Masking, attention_kernel
+from .kernels.spec import Spec
+from .kernels.splits import Splits
+from .plan import Plan
+from .problem import Problem
+from .tuning.config import KernelConfig, blocks, whole_block
+
+
+class Partial(NamedTuple):
+    """``[parts, tokens, heads, dim]``, ``[parts, heads, tokens]`` and ``[heads, tokens]``."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    counts: torch.Tensor
+
+
+def prepare(
+    call: Call,
+    problem: Problem,
+    plan: Plan,
+    config: KernelConfig,
+    gpu: Device,
+    spec: Spec,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial: Partial | None,
+) -> Work:
+    tiles = problem.batch
+    if call.cu_seqlens_q is not None:
+        tiles += problem.total_q // (config.block_m // config.pack) + 1
+    programs_per_tile = problem.num_kv_heads * -(-problem.group // config.pack)
+    return Work(
+        attention_kernel, tiles * programs_per_tile * plan.num_splits,
+        _arguments(call, problem, plan, config, out, lse, partial), {"SPEC": spec},
+        Options(config.num_warps, config.num_stages),
+    )  # fmt: skip
+
+
+def _arguments(
+    call: Call,
+    problem: Problem,
+    plan: Plan,
+    config: KernelConfig,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial: Partial | None,
+) -> tuple:
+    k = v = k_cache = v_cache = splits = None
+    if call.k is not None and call.v is not None:
+        k, v = rows(call.k), rows(call.v)
+    if call.k_cache is not None and call.v_cache is not None:
+        k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
+    masking = masking_of(call, problem)
+    if partial is not None:
+        splits = Splits(
+            plan.num_splits, -(-plan.split_keys // config.block_n), plan.programs,
+            -(-plan.least_keys // config.block_n), _widest(masking, config.block_m // config.pack),
+        )  # fmt: skip
+    return (
+        rows(call.q), k, v, k_cache, v_cache,
+        dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),
+        batch_of(call, problem), scoring_of(call, problem), masking, output(out, lse),
+        None if partial is None else partials(*partial), splits, problem.num_kv_heads,
+    )  # fmt: skip
+
+
+def _widest(masking: Masking, queries: int) -> int:
+    """About how many keys ``queries`` neighbours can see, however many there are."""
+    left, right, chunk = cast(tuple[int, int, int], masking[:3])
+    return min(left + right, chunk, NO_LIMIT) + queries
+
+
+def make_spec(
+    problem: Problem,
+    plan: Plan,
+    config: KernelConfig,
+    gpu: Device,
+    has_lse: bool,
+    aligned: bool,
+) -> Spec:
+    """What selects the machine code of a problem under a configuration."""
+    page = problem.page_size
+    mask = problem.mask
+    return Spec(
+        problem.head_dim,
+        problem.head_dim_v,
+        *blocks(problem.head_dim),
+        whole_block(problem.head_dim_v),
+        config.block_m,
+        config.block_n,
+        config.form,
+        problem.group,
+        config.pack,
+        page if page & (page - 1) == 0 and page <= 1024 else 0,
+        problem.cache_format,
+        gpu.has_native_e4m3,
+        # Beside new keys the queries are there in both formats, for which RDNA has no registers.
+        problem.cache_format != ""
+        and problem.dtype == torch.bfloat16
+        and not (problem.has_new and gpu.backend == "hip"),
+        problem.has_cache,
+        problem.has_new,
+        mask.has_left,
+        mask.has_right,
+        mask.has_chunk,
+        mask.has_tree,
+        problem.has_softcap,
+        problem.has_alibi,
+        problem.has_sinks,
+        problem.has_query_scale,
+        has_lse,
+        plan.num_splits > 1,
+        aligned,
+        gpu.is_interpreter,
+    )
