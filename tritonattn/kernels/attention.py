@@ -325,9 +325,9 @@ def attention_kernel(
                     at, batch, splits.widest, walks, BLOCK_Q, SPEC
                 )
             # Programs side by side read the same keys for other heads, late tiles first.
-            unit = ((at - start) // keys).to(tl.int32)
-            skip = ((at - start) % keys).to(tl.int32)
-            count = tl.minimum(keys - skip, end - at).to(tl.int32)
+            unit = (at - start) // keys
+            skip = (at - start) % keys
+            count = tl.minimum(keys - skip, end - at)
             tile_at = at - skip
             at += count
             head_block = unit % HEAD_BLOCKS
@@ -336,8 +336,8 @@ def attention_kernel(
             tile = tl.cdiv(len_q, BLOCK_Q) - 1 - unit // num_kv_heads
             place = Place(sequence, tile, head_block, unit % num_kv_heads, skip, count)
             out, lse = attend_tile(inputs, place, q_start, len_q, SPEC)
-            first = (tile_at // share).to(tl.int32)
-            parts = ((tile_at + keys - 1) // share).to(tl.int32) - first + 1
+            first = tile_at // share
+            parts = (tile_at + keys - 1) // share - first + 1
             store_share(
                 splits, output, out, lse, place, first, parts, q_start, len_q, num_kv_heads, SPEC
             )
@@ -404,18 +404,16 @@ def store_share(
         arrived = tl.atomic_add(shares.arrivals + first, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
             tl.store(shares.arrivals + first, 0)
-            # One query a sequence fills as many rows as there are heads in a tile.
-            ROWS: tl.constexpr = SPEC.SHARE_ROWS
-            merged, merged_lse = merge_shares(shares, first, parts, ROWS, SPEC)
-            token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, ROWS, SPEC)
-            store_whole(output, merged, merged_lse, token, head, row_ok, SPEC)
+            merge_shares(shares, output, place, first, parts, q_start, len_q, num_kv_heads, SPEC)
 
 
 @triton.jit
-def merge_shares(shares, first, parts, ROWS: tl.constexpr, SPEC):
-    """(out [ROWS, BLOCK_DV], natural-log lse [ROWS]) of a tile's parts, in their order."""
+def merge_shares(shares, output, place, first, parts, q_start, len_q, num_kv_heads, SPEC):
+    """A tile's rows from all of its parts, in their order."""
+    # One query a sequence fills as many rows as there are heads in a tile.
+    ROWS: tl.constexpr = SPEC.SHARE_ROWS
     CELLS: tl.constexpr = ROWS * SPEC.BLOCK_DV
-    MANY: tl.constexpr = 8192 // CELLS if CELLS < 8192 else 1
+    MANY: tl.constexpr = 4096 // CELLS if CELLS < 4096 else 1
     STEP: tl.constexpr = MANY if MANY < 32 else 32  # loads of so many parts are on their way at once
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, SPEC.BLOCK_DV)
@@ -429,18 +427,22 @@ def merge_shares(shares, first, parts, ROWS: tl.constexpr, SPEC):
         row = slot[:, None] * SPEC.BLOCK_M + rows[None, :]  # [STEP, ROWS]
         cell = row[:, :, None] * SPEC.BLOCK_DV + cols[None, None, :]
         # Other programs wrote them: not from this multiprocessor's own cache.
-        lse = tl.load(
+        part_lse = tl.load(
             shares.lse + row, mask=ok[:, None], other=float("-inf"), cache_modifier=".cg"
         )
-        out = tl.load(shares.ptr + cell, mask=ok[:, None, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(row_max, tl.max(lse, 0))
+        part_out = tl.load(
+            shares.ptr + cell, mask=ok[:, None, None], other=0.0, cache_modifier=".cg"
+        )
+        m_new = tl.maximum(row_max, tl.max(part_lse, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp(row_max - shift)
-        weight = tl.exp(lse - shift[None, :])
+        weight = tl.exp(part_lse - shift[None, :])
         row_sum = row_sum * alpha + tl.sum(weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 0)
+        acc = acc * alpha[:, None] + tl.sum(part_out * weight[:, :, None], 0)
         row_max = m_new
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
     out = tl.math.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
-    return out, tl.where(is_empty, float("-inf"), row_max + tl.log(divisor))
+    lse = tl.where(is_empty, float("-inf"), row_max + tl.log(divisor))
+    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, ROWS, SPEC)
+    store_whole(output, out, lse, token, head, row_ok, SPEC)

@@ -84,10 +84,10 @@ def _tiles(start, batch, widest, STEP: tl.constexpr, BLOCK_Q: tl.constexpr, SPEC
 def batch_work(batch, widest, walks, BLOCK_Q: tl.constexpr, SPEC):
     """Key tiles of the whole batch; each is walked over ``walks`` times, for as many heads."""
     STEP: tl.constexpr = 128
-    total = tl.zeros([STEP], tl.int64)
+    total = tl.zeros([STEP], tl.int32)
     for start in tl.range(0, batch.num_seqs + 1, STEP):
         queries, keys = _tiles(start, batch, widest, STEP, BLOCK_Q, SPEC)
-        total += queries.to(tl.int64) * keys
+        total += queries * keys
     return tl.sum(total, 0) * walks
 
 
@@ -98,13 +98,13 @@ def find_work(at, batch, widest, walks, BLOCK_Q: tl.constexpr, SPEC):
     first = 0
     start = at * 0
     queries, keys = _tiles(first, batch, widest, STEP, BLOCK_Q, SPEC)
-    work = queries.to(tl.int64) * keys * walks
+    work = queries * keys * walks
     step = tl.sum(work, 0)
     while start + step <= at:
         first += STEP
         start += step
         queries, keys = _tiles(first, batch, widest, STEP, BLOCK_Q, SPEC)
-        work = queries.to(tl.int64) * keys * walks
+        work = queries * keys * walks
         step = tl.sum(work, 0)
     ends = start + tl.cumsum(work, 0)
     lane = tl.sum((ends <= at).to(tl.int32), 0)
