@@ -146,7 +146,7 @@ def _partial(
         rows, block_dv = plan_.programs * 2 * config.block_m, whole_block(dim)
         scratch = take(call.q, rows * (block_dv + 1), shared=shared)
         out, lse = scratch[: rows * (block_dv + 1)].split((rows * block_dv, rows))
-        return Partial(out, lse, take_counters(call.q, plan_.programs, shared=shared))
+        return Partial(out, lse, take_counters(call.q, 2 * plan_.programs, shared=shared))
     parts = plan_.num_splits
     sizes = parts * tokens * heads * dim, parts * tokens * heads, tokens * heads
     scratch = take(call.q, sum(sizes), shared=shared)
