@@ -26,7 +26,7 @@ from tritonattn.device import INTERPRETER, SHARED_MEMORY, Device, target
 from tritonattn.errors import UnsupportedError
 from tritonattn.plan import PORTABLE
 from tritonattn.problem import MaskSpec, Problem
-from tritonattn.tuning import store
+from tritonattn.tuning import heuristics, store
 from tritonattn.tuning.config import FORMS, KernelConfig, blocks, invalid, shared_memory
 from tritonattn.tuning.heuristics import heuristic
 
@@ -245,8 +245,9 @@ def test_binaries_of_split_decode_do_not_depend_on_sizes():
     assert binaries_of(launches) == 2  # attention, merging
 
 
-def test_binaries_of_prefill_do_not_depend_on_sizes():
-    with recorded(target(90)) as launches:
+@pytest.mark.parametrize("configure", [heuristics.portable, lambda p, _: heuristics.hopper(p)])
+def test_binaries_of_prefill_do_not_depend_on_sizes(configure: Any):
+    with recorded(target(90), configure) as launches:
         for batch, total in itertools.product(SIZES, SIZES):
             q, kv, starts = rows(total + 256, 8, 128), rows(total, 2, 128), ints(batch + 1)
             tritonattn.varlen_attention(q, kv, kv, starts, starts)
