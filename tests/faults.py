@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+import hopper
 import pytest
 import torch
 from torch import Tensor
@@ -43,14 +44,18 @@ class Path:
     small_tiles: bool = False  # 16 by 16: a few keys make several tiles
     plain_decode: bool = False  # without cu_seqlens_q where every sequence has one query
     dtype: torch.dtype = torch.float16
+    on_hopper: bool = False  # by its own kernel, where that can serve
 
     def __str__(self) -> str:
         parts = [self.function.removesuffix("_attention")]
         parts += ["small_tiles"] * (self.small_tiles and self.num_splits == 1)
         parts += [f"{self.num_splits}_splits"] * (self.num_splits > 1)
+        parts += ["hopper"] * self.on_hopper
         return "-".join(parts)
 
-    def config(self) -> contextlib.AbstractContextManager[None]:
+    def config(self) -> contextlib.AbstractContextManager[Any]:
+        if self.on_hopper:
+            return hopper.preferred()
         if self.small_tiles:
             return force(KernelConfig(block_m=16, block_n=16, pack=1, num_warps=4, num_stages=1))
         return contextlib.nullcontext()
@@ -74,6 +79,7 @@ def _paths(*functions: str) -> list[Path]:
             Path(f),
             Path(f, small_tiles=True, plain_decode=True, dtype=torch.bfloat16),
             Path(f, num_splits=3, small_tiles=True, plain_decode=True),
+            *[Path(f, on_hopper=True)] * hopper.is_here(),
         )
     ]
 
@@ -175,6 +181,8 @@ def arrange(
 
     Cached keys lie on scattered pages, and all memory around them is NaN.
     """
+    if path.on_hopper:
+        page_size = max(8, page_size)  # the least that its kernel takes
     q_lens = [len(q)] if q_lens is None else list(q_lens)
     k_lens = [len(k)] if k_lens is None else list(k_lens)
     q, cu_q = q.to(device), cumulative(q_lens, device)
