@@ -181,13 +181,15 @@ def arrange(
 
     Cached keys lie on scattered pages, and all memory around them is NaN.
     """
+    lay = Tensor.contiguous
     if path.on_hopper:
-        page_size = max(8, page_size)  # the least that its kernel takes
+        page_size, lay = max(8, page_size), on_16_bytes  # the least that its kernel takes
     q_lens = [len(q)] if q_lens is None else list(q_lens)
     k_lens = [len(k)] if k_lens is None else list(k_lens)
     q, cu_q = q.to(device), cumulative(q_lens, device)
     if path.function == VARLEN:
-        return (q, k.to(device), v.to(device), cu_q, cumulative(k_lens, device)), options
+        k, v = (lay(x.to(device)) for x in (k, v))
+        return (q, k, v, cu_q, cumulative(k_lens, device)), options
     cached = k_lens
     if path.function == PREFIX:
         cached = [n - lq for n, lq in zip(k_lens, q_lens, strict=True)]
@@ -195,7 +197,7 @@ def arrange(
     gen = testing.generator(0)
     table, num_pages = testing.block_table(tuple(cached), page_size, generator=gen, device=device)
     caches = [
-        torch.zeros(num_pages, page_size, *x.shape[1:], dtype=x.dtype, device=device)
+        lay(torch.zeros(num_pages, page_size, *x.shape[1:], dtype=x.dtype, device=device))
         for x in (k, v)
     ]
     new: list[list[Tensor]] = [[], []]
@@ -213,13 +215,20 @@ def arrange(
         ]
     lens = torch.tensor(cached, dtype=torch.int32, device=device)
     if path.function == PREFIX:
-        args: Args = (q, *map(torch.cat, new), *caches, table, cu_q, lens)
+        args: Args = (q, *(lay(torch.cat(x)) for x in new), *caches, table, cu_q, lens)
     else:
         args = (q, *caches, table, lens)
         if not (path.plain_decode and set(q_lens) == {1}):
             options["cu_seqlens_q"] = cu_q
     testing.poison(path.function, args, options)
     return args, options
+
+
+def on_16_bytes(x: Tensor) -> Tensor:
+    """``x`` with room behind its rows, so that each starts on 16 bytes."""
+    step = 16 // x.element_size()
+    room = x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // step) * step)
+    return room[..., : x.shape[-1]].copy_(x)
 
 
 def rows(
