@@ -222,30 +222,29 @@ def store(P: gl.constexpr, acc, row_max, row_sum, tiles, slot, output, SPEC: gl.
 
 
 @gluon.jit
-def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, num_seqs, SPEC: gl.constexpr):
+def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, SPEC: gl.constexpr):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     ROWS: gl.constexpr = gl.SliceLayout(1, products(SPEC.BLOCK_N))
     offs = P * M + gl.arange(0, M, ROWS)
     pos = ring.field(tiles, slot, ring.POS, 4) + offs
     len_k = ring.field(tiles, slot, ring.LEN_K, 4)
     first, last = visible_keys(pos, len_k, masking, SPEC)
-    row_scale = gl.full([M], scoring.softmax_scale, gl.float32, ROWS)
+    scale = scoring.softmax_scale
     if SPEC.HAS_QUERY_SCALE:
         token = ring.field(tiles, slot, ring.TOKEN, 4) + offs
         is_row = offs < ring.field(tiles, slot, ring.ROWS, 4)
-        row_scale *= gl.load(scoring.query_scale + token, mask=is_row, other=0.0)
-    slopes = row_scale
+        scale = gl.load(scoring.query_scale + token, mask=is_row, other=0.0) * scale
+    slope = 0.0
     if SPEC.HAS_ALIBI:
         sequence = ring.field(tiles, slot, ring.SEQUENCE, 4)
         head = ring.field(tiles, slot, ring.HEAD, 4).to(gl.int64)
         ptr = scoring.alibi_slopes + head * scoring.stride_alibi_head
-        ptr += gl.minimum(sequence, num_seqs - 1).to(gl.int64) * scoring.stride_alibi_seq
-        slopes = gl.full([M], gl.load(ptr).to(gl.float32), gl.float32, ROWS)
-    return scores.Rows(
-        pos, first, last,
-        ring.field(tiles, slot, ring.FULL_LOW, 4), ring.field(tiles, slot, ring.FULL_HIGH, 4),
-        scoring.softmax_scale * scores.LOG2E, row_scale, slopes, scoring.softcap,
-    )  # fmt: skip
+        slope = gl.load(ptr + sequence.to(gl.int64) * scoring.stride_alibi_seq).to(gl.float32)
+    full_low = ring.field(tiles, slot, ring.FULL_LOW, 4)
+    full_high = ring.field(tiles, slot, ring.FULL_HIGH, 4)
+    return scores.rows_of(
+        pos, first, last, full_low, full_high, scale, scoring.softcap, slope, SPEC
+    )
 
 
 @gluon.jit
@@ -285,7 +284,7 @@ def consume(
                 ring.field(tiles, slot, ring.KEEP_HIGH, 4),
                 ring.field(tiles, slot, ring.CONTEXT, 4),
             )
-            rows = read_rows(P, tiles, slot, scoring, masking, num_seqs, SPEC)
+            rows = read_rows(P, tiles, slot, scoring, masking, SPEC)
             i = (queries % SPEC.Q_SLOTS) * ring.CONSUMERS + P
             mbarrier.wait(bars.q_full.index(i), (queries // SPEC.Q_SLOTS) & 1)
             acc, row_max, row_sum, keys = attend(

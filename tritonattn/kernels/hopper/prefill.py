@@ -52,6 +52,7 @@ def prefill_kernel(
     SPEC: gl.constexpr,
 ):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
+    REGS: gl.constexpr = 232
     THREADS: gl.constexpr = ring.CONSUMERS * ring.CONSUMER_THREADS
     dtype: gl.constexpr = q_box.dtype
     qs = gl.allocate_shared_memory(
@@ -78,4 +79,4 @@ def prefill_kernel(
         (consume, (1, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC)),
         (load, (q_box, k_box, v_box, k_pages, v_pages, table, qs, ks, vs, tiles, bars, SPEC)),
         (schedule, (batch, masking, section, num_kv_heads, tiles, bars, SPEC)),
-    ], [4, 1, 1], [232, 40, 40])  # fmt: skip
+    ], [4, 1, 1], [REGS, 504 - 2 * REGS, 504 - 2 * REGS])  # fmt: skip

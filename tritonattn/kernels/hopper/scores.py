@@ -1,7 +1,7 @@
 """What a consumer makes of the products of queries and keys: scores, masked, and their softmax.
 
-The arithmetic is kernels.softmax's, in base 2; a positive scale alone is folded into the exponent,
-so that the maximum is one of raw products.
+The arithmetic is kernels.softmax's, in base 2.  What is the same for all keys and grows with the
+product, a positive scale or a cap's, is folded into the exponent, after the maximum.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .. import masks, softmax
+from .. import masks
 from . import ring
 from .spec import LANES as _LANES
 
@@ -25,41 +25,99 @@ class Rows(NamedTuple):
     last: object
     full_low: object  # keys that every row sees
     full_high: object
-    scale: object  # what makes a product a score, in base 2, if is_product
-    row_scale: object  # [M] else, in natural units
-    slopes: object  # [M]
-    softcap: object
+    unit: object  # what a product is in the first step's argument; [M] if HAS_QUERY_SCALE
+    gain: object  # a score in base 2 is gain x + offset; gain > 0
+    offset: object
+    slope: object  # in base 2
 
 
-@gluon.constexpr_function
-def is_product(softcap, alibi, query_scale):
-    """Whether scores are products times one positive number."""
-    return not (softcap or alibi or query_scale)
+@gluon.jit
+def reciprocal(x):
+    """1 / x, to the last bit or so."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def column(x, HAS_ROWS: gl.constexpr):
+    """[M, 1] of [M], and a scalar as it is."""
+    if HAS_ROWS:
+        return gl.expand_dims(x, 1)
+    else:
+        return x
+
+
+@gluon.jit
+def rows_of(pos, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr):
+    """``scale`` a positive scalar, or [M] of any sign, and ``slope`` in natural units."""
+    unit = scale * LOG2E
+    gain = 1.0
+    offset = 0.0
+    if SPEC.HAS_SOFTCAP:
+        # c tanh(s / c) = c - 2 c / (e^(2 s / c) + 1), with no inf / inf at either end.
+        unit = unit * (2.0 / softcap)
+        gain = softcap * (2.0 * LOG2E)
+        offset = softcap * LOG2E
+    elif not SPEC.HAS_ALIBI and not SPEC.HAS_QUERY_SCALE:
+        gain = unit
+    return Rows(pos, first, last, full_low, full_high, unit, gain, offset, slope * LOG2E)
+
+
+@gluon.jit
+def with_bias(x, rows, key, SPEC: gl.constexpr):
+    """x [M, BLOCK_N] less slope |pos - j|.
+
+    Integer differences are exact, and so are their float32 up to 2^24.  Columns are 8 a + b, where
+    a thread has few b and a is known when compiling: nothing waits in registers.
+    """
+    M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
+    LAYOUT: gl.constexpr = x.type.layout
+    x = gl.reshape(x, [M, SPEC.BLOCK_N // 8, 8])
+    PARTS: gl.constexpr = x.type.layout
+    ahead = gl.convert_layout(rows.pos - key, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+    ahead = gl.expand_dims(gl.expand_dims(ahead, 1), 2)
+    a = gl.arange(0, SPEC.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
+    a = gl.expand_dims(gl.expand_dims(a, 0), 2).to(gl.float32)
+    b = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
+    ahead = (ahead - gl.expand_dims(gl.expand_dims(b, 0), 1)).to(gl.float32)  # [M, 1, 8]
+    if SPEC.IS_CAUSAL:  # ahead - 8 a is no less than 0 where it matters
+        bias = (ahead * -rows.slope).broadcast_to(x.shape)
+        eight = gl.full(x.shape, 8.0 * rows.slope, gl.float32, PARTS)
+        x = x + gl.fma(a.broadcast_to(x.shape), eight, bias)
+    else:
+        x = x - gl.abs(ahead - 8.0 * a) * rows.slope
+    return gl.convert_layout(gl.reshape(x, [M, SPEC.BLOCK_N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def score(qk, rows, key, limit, SPEC: gl.constexpr):
-    """[M, BLOCK_N] scores of the keys from ``key`` on, -inf where one is not seen; keys from
-    ``limit`` on are not there.  If is_product, they have yet to be scaled."""
-    s = qk
-    offs_n = key + gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
-    if not is_product(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
-        s = softmax.logits(
-            qk, rows.row_scale, rows.softcap, rows.slopes, rows.pos, offs_n,
-            SPEC.HAS_SOFTCAP, False, SPEC.HAS_ALIBI,
-        )  # fmt: skip
+    """x [M, BLOCK_N] of products with the keys from ``key`` on: scores are gain x + offset; -inf
+    where a key is not seen.  Keys from ``limit`` on are not there."""
+    offs_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
+    x = qk
+    if SPEC.HAS_SOFTCAP:
+        x = -reciprocal(gl.exp2(x * column(rows.unit, SPEC.HAS_QUERY_SCALE)) + 1.0)
+        if SPEC.HAS_ALIBI:
+            x = x * rows.gain + rows.offset
+    elif SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
+        x = x * column(rows.unit, SPEC.HAS_QUERY_SCALE)
+    if SPEC.HAS_ALIBI:
+        x = with_bias(x, rows, key, SPEC)
     if (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit)):
-        last = gl.minimum(rows.last, limit)
-        s = gl.where(masks.is_visible(offs_n, rows.first, last), s, float("-inf"))
-    return s
+        last = gl.minimum(rows.last, limit) - key
+        x = gl.where(masks.is_visible(offs_n, rows.first - key, last), x, float("-inf"))
+    return x
 
 
 @gluon.jit
-def raise_max(s, row_max, rows, SPEC: gl.constexpr):
+def raise_max(x, row_max, rows, SPEC: gl.constexpr):
     """(new row_max, what to subtract from scores, what to scale the sums so far by), all [M]."""
-    most = gl.max(s, 1)
-    if is_product(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
-        most = most * rows.scale
+    most = gl.max(x, 1)
+    if not SPEC.HAS_ALIBI and (SPEC.HAS_SOFTCAP or not SPEC.HAS_QUERY_SCALE):
+        most = most * rows.gain
+        if SPEC.HAS_SOFTCAP:
+            most = most + rows.offset
     most = gl.maximum(row_max, most)
     # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
     shift = gl.where(most == float("-inf"), 0.0, most)
@@ -67,10 +125,13 @@ def raise_max(s, row_max, rows, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, shift, rows, SPEC: gl.constexpr):
-    if is_product(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
-        s = s * rows.scale
-    return gl.exp2(s - gl.expand_dims(shift, 1))
+def weigh(x, shift, rows, SPEC: gl.constexpr):
+    """[M, BLOCK_N] weights."""
+    if not SPEC.HAS_ALIBI and (SPEC.HAS_SOFTCAP or not SPEC.HAS_QUERY_SCALE):
+        x = x * rows.gain
+        if SPEC.HAS_SOFTCAP:
+            shift = shift - rows.offset
+    return gl.exp2(x - gl.expand_dims(shift, 1))
 
 
 @gluon.jit
