@@ -320,7 +320,9 @@ STRIDED = {
     "one head": (rows(6, 1, 128), True),
     "one row": (rows(1, 4, 128), True),
     "no rows": (rows(0, 4, 128), True),
-    "one row, whose stride is odd": (torch.empty_strided((1, 4, 128), (513, 128, 1), dtype=bf16), False),
+    "one row, of an odd stride": (
+        torch.empty_strided((1, 4, 128), (513, 128, 1), dtype=bf16), False,
+    ),
 }  # fmt: skip
 
 
