@@ -19,9 +19,11 @@ from .. import softmax
 from . import ring, scores
 from .load import COLUMNS, swizzled
 from .schedule import visible_keys
+from .spec import AHEAD as _AHEAD
 from .spec import EARLY as _EARLY
 from .spec import TURNS as _TURNS
 
+AHEAD = gl.constexpr(_AHEAD)
 EARLY = gl.constexpr(_EARLY)
 TURNS = gl.constexpr(_TURNS)
 
@@ -77,18 +79,6 @@ def clear_unseen(vs, stage, key, low, high, SPEC: gl.constexpr):
     ring.barrier()
 
 
-@gluon.jit
-def add_values(p, vs, stage, phase, acc, key, tile, bars, SPEC: gl.constexpr):
-    """Begin acc + p V, for the tile of keys from ``key`` on."""
-    mbarrier.wait(bars.v_full.index(stage), phase)
-    high = tile.keep_high
-    if SPEC.HAS_CACHE and SPEC.HAS_NEW:
-        high = gl.where(key < tile.context, tile.context, high)
-    if (key < tile.keep_low) | (key + SPEC.BLOCK_N > high):
-        clear_unseen(vs, stage, key, tile.keep_low, high, SPEC)
-    return warpgroup_mma(p, vs.index(stage), acc, is_async=True)
-
-
 class Tile(NamedTuple):
     """Of a tile of queries, the key tiles to visit."""
 
@@ -123,72 +113,88 @@ def limit_of(key, tile, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def add_values(p, vs, i, acc, key, tile, bars, SPEC: gl.constexpr):
+    """Begin acc + p V for the i-th use of ``vs``, the values of the keys from ``key`` on."""
+    ring.wait_full(bars.v_full, i, SPEC.STAGES)
+    stage = i % SPEC.STAGES
+    high = limit_of(key, tile, SPEC)
+    if (key < tile.keep_low) | (key + SPEC.BLOCK_N > high):
+        clear_unseen(vs, stage, key, tile.keep_low, high, SPEC)
+    return warpgroup_mma(p, vs.index(stage), acc, is_async=True)
+
+
+@gluon.jit
+def begin_products(q, ks, i, bars, SPEC: gl.constexpr):
+    """Begin Q K for the i-th use of ``ks``."""
+    S: gl.constexpr = products(SPEC.BLOCK_N)
+    zero = gl.full([SPEC.BLOCK_M // ring.CONSUMERS, SPEC.BLOCK_N], 0.0, gl.float32, S)
+    keys = ks.index(i % SPEC.STAGES).permute((1, 0))
+    return warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    LAYOUT: gl.constexpr = acc.type.layout
+    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
+
+
+@gluon.jit
 def attend(
     P: gl.constexpr, q, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC: gl.constexpr
 ):
     """All key tiles of a tile of queries; ``keys`` have been visited before."""
     STAGES: gl.constexpr = SPEC.STAGES
-    M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
-    S: gl.constexpr = products(SPEC.BLOCK_N)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     dtype: gl.constexpr = ks.dtype
     n = tile.num_tiles
-    zero = gl.full([M, SPEC.BLOCK_N], 0.0, gl.float32, S)
-
-    stage = keys % STAGES
-    phase = (keys // STAGES) & 1
-    mbarrier.wait(bars.k_full.index(stage), phase)
-    qk = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    ring.wait_full(bars.k_full, keys, STAGES)
+    qk = begin_products(q, ks, keys, bars, SPEC)
     qk = warpgroup_mma_wait(0, deps=[qk])
-    ring.give_back(bars.k_empty, stage)
-    v_key = key_of(0, tile, SPEC)
-    v_stage = stage
-    v_phase = phase
-    keys += 1
-    stage = keys % STAGES
-    s = scores.score(qk, rows, v_key, limit_of(v_key, tile, SPEC), SPEC)
-    row_max, shift, alpha = scores.raise_max(s, row_max, rows, SPEC)
-    p = scores.weigh(s, shift, rows, SPEC)
+    ring.give_back(bars.k_empty, keys % STAGES)
+    key = key_of(0, tile, SPEC)
+    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), SPEC)
+    row_max, shift, alpha = scores.raise_max(x, row_max, rows, SPEC)
+    p = scores.weigh(x, shift, rows, SPEC)
     row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(p, SPEC)
     p = gl.convert_layout(p.to(dtype), WEIGHTS)
-    mbarrier.wait(bars.k_full.index(stage), (keys // STAGES) & 1, pred=n > 1)
+    keys += 1
+    mbarrier.wait(bars.k_full.index(keys % STAGES), (keys // STAGES) & 1, pred=n > 1)
     for i in range(1, n):
         if SPEC.FORM & TURNS:
             turn(False, P)
-        qk = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        sums = add_values(p, vs, v_stage, v_phase, acc, v_key, tile, bars, SPEC)
+        qk = begin_products(q, ks, keys, bars, SPEC)
+        if SPEC.FORM & AHEAD:
+            acc = rescale(acc, alpha)
+        sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)
         if SPEC.FORM & TURNS:
             turn(True, 1 - P)
         qk = warpgroup_mma_wait(1, deps=[qk])
-        ring.give_back(bars.k_empty, stage)
-        v_key = key_of(i, tile, SPEC)
-        s = scores.score(qk, rows, v_key, limit_of(v_key, tile, SPEC), SPEC)
-        row_max, shift, alpha = scores.raise_max(s, row_max, rows, SPEC)
+        ring.give_back(bars.k_empty, keys % STAGES)
+        key = key_of(i, tile, SPEC)
+        x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), SPEC)
+        row_max, shift, alpha = scores.raise_max(x, row_max, rows, SPEC)
         if SPEC.FORM & EARLY:
             acc, alpha = warpgroup_mma_wait(0, deps=[sums, alpha])
-            ring.give_back(bars.v_empty, v_stage)
-        w = scores.weigh(s, shift, rows, SPEC)
+            ring.give_back(bars.v_empty, (keys - 1) % STAGES)
+        w = scores.weigh(x, shift, rows, SPEC)
         row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
         w = gl.convert_layout(w.to(dtype), WEIGHTS)
-        v_stage_next = stage
-        v_phase_next = (keys // STAGES) & 1
         keys += 1
-        stage = keys % STAGES
         # Unless EARLY, this ends a basic block, and so keeps ptxas from waiting for P V before the
         # exponentials.
-        mbarrier.wait(bars.k_full.index(stage), (keys // STAGES) & 1, pred=i + 1 < n)
-        if not SPEC.FORM & EARLY:
-            acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[sums, w, alpha, row_sum])
-            ring.give_back(bars.v_empty, v_stage)
-        else:
+        mbarrier.wait(bars.k_full.index(keys % STAGES), (keys // STAGES) & 1, pred=i + 1 < n)
+        if SPEC.FORM & EARLY:
             p = w
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS), 1)
-        v_stage = v_stage_next
-        v_phase = v_phase_next
-    sums = add_values(p, vs, v_stage, v_phase, acc, v_key, tile, bars, SPEC)
+        else:
+            acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[sums, w, alpha, row_sum])
+            ring.give_back(bars.v_empty, (keys - 2) % STAGES)
+        if not SPEC.FORM & AHEAD:
+            acc = rescale(acc, alpha)
+    if SPEC.FORM & AHEAD:
+        acc = rescale(acc, alpha)
+    sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)
     acc = warpgroup_mma_wait(0, deps=[sums])
-    ring.give_back(bars.v_empty, v_stage)
+    ring.give_back(bars.v_empty, (keys - 1) % STAGES)
     return acc, row_max, row_sum, keys
 
 

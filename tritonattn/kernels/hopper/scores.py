@@ -136,10 +136,15 @@ def weigh(x, shift, rows, SPEC: gl.constexpr):
 
 @gluon.jit
 def row_sums(p, SPEC: gl.constexpr):
-    """[M], or [M, 4] if LANES: a row lies in four lanes, whose columns are 8 a + 2 lane + e."""
+    """[M], or [M, 2] if LANES: a row lies in four lanes, whose columns are 8 a + 2 lane + e.
+
+    One exchange between lanes there must be: it keeps ptxas from putting the exponentials off until
+    after the wait for P V, which they should fill.
+    """
     if SPEC.FORM & LANES:
         M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
-        return gl.sum(gl.sum(gl.reshape(p, [M, SPEC.BLOCK_N // 8, 4, 2]), 3), 1)
+        lanes = gl.sum(gl.sum(gl.reshape(p, [M, SPEC.BLOCK_N // 8, 4, 2]), 3), 1)
+        return gl.sum(gl.reshape(lanes, [M, 2, 2]), 2)
     else:
         return gl.sum(p, 1)
 
@@ -172,7 +177,7 @@ def no_sums(row_max, SPEC: gl.constexpr):
 @gluon.jit
 def with_sink(sink, row_max, row_sum, SPEC: gl.constexpr):
     """(row_max, row_sum) that hold a sink's logit, which counts once and has no value."""
-    ONE: gl.constexpr = 0.25 if SPEC.FORM & LANES else 1.0
+    ONE: gl.constexpr = 0.5 if SPEC.FORM & LANES else 1.0
     row_max = gl.full(row_max.shape, sink * LOG2E, gl.float32, row_max.type.layout)
     row_sum += gl.where(sink == float("-inf"), 0.0, ONE)
     return row_max, row_sum

@@ -10,7 +10,7 @@ class HopperSpec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
     FORM is a sum of switches for the order of the inner loop, which change no result's meaning:
-    EARLY, TURNS, LANES.
+    EARLY, TURNS, LANES, AHEAD.
     """
 
     HEAD_DIM: int
@@ -40,7 +40,8 @@ class HopperSpec(NamedTuple):
 
 EARLY = 1  # wait for the last values' product before most exponentials, not after
 TURNS = 2  # the warpgroups take turns at the tensor cores
-LANES = 4  # a row's sum is kept in parts, one a lane, until the end
+LANES = 4  # a row's sum is kept in two parts until the end
+AHEAD = 8  # the next product with keys begins before the sums are rescaled
 
 
 def boxes(spec: HopperSpec) -> dict[str, tuple[int, ...]]:
