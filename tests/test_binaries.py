@@ -16,11 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from launches import CORE, MORE, Case, prepare
+from launches import ALL_CASES, Case, prepare
 
 import tritonattn
 from tritonattn import binaries, cache_rules, launch, scratch
 from tritonattn import device as devices
+from tritonattn.boxes import Box
 from tritonattn.flash_attn import append
 
 H200 = devices.target(90, name="NVIDIA H200", sm_count=132)
@@ -46,6 +47,8 @@ class Binary:
 def flatten(arg: Any) -> list[object]:
     if isinstance(arg, tuple):
         return [leaf for part in arg for leaf in flatten(part)]
+    if isinstance(arg, Box):
+        return [arg.data_ptr(), arg.shape, arg.strides, arg.block_shape, repr(arg.layout)]
     return [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg]
 
 
@@ -78,9 +81,12 @@ def results(result: Any) -> dict[int, str]:
     return {x.data_ptr(): f"result {i}" for i, x in enumerate(tensors) if x is not None}
 
 
-@pytest.mark.parametrize("case", CORE + MORE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 @torch.no_grad()
-def test_repeat_runs_what_the_first_launch_ran(case: Case, log: list[tuple]) -> None:
+def test_repeat_runs_what_the_first_launch_ran(
+    case: Case, log: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "lookup", case.configure)
     call = prepare(case, case.dtype)
     first, again = call(), call()  # both are kept, so that their addresses differ
     half = len(log) // 2
