@@ -124,8 +124,10 @@ def _first(
     if call.cu_seqlens_q is not None:
         tiles += total_q // (config.block_m // config.pack) + 1
     programs_per_tile = problem.num_kv_heads * -(-problem.group // config.pack)
+    # Without rows there is nothing to write, and the kernel that merges splits does not run either.
+    grid = tiles * programs_per_tile * parts if total_q else 0
     attention = binaries.launch(
-        attention_kernel, tiles * programs_per_tile * parts, args,
+        attention_kernel, grid, args,
         {"SPEC": ready.spec}, binaries.Options(config.num_warps, config.num_stages), ready.gpu,
         q.device,
     )  # fmt: skip
