@@ -115,6 +115,8 @@ def _first(
         call, problem, ready.plan, config, ready.gpu, ready.spec, out, lse, partial
     )
     kernel, grid, args, constants, options = work
+    # Without rows there is nothing to write, and the kernel that merges parts does not run either.
+    grid = grid if total_q else 0
     attention = binaries.launch(kernel, grid, args, constants, options, ready.gpu, q.device)
     merge = None
     if partial is not None and ready.plan.cut == "parts":
