@@ -30,6 +30,9 @@ from .problem import Problem
 from .tuning.config import KernelConfig, blocks, whole_block
 
 
+SCRATCH = 1 << 24  # float32 numbers of partial results
+
+
 class Partial(NamedTuple):
     """Memory for results over some of a tile's keys.
 
@@ -60,7 +63,7 @@ def prepare(
     tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
     grid = tiles * plan.num_splits
     if plan.cut == "shares" and tiles > 0:
-        grid = plan.programs + tiles
+        grid = share_programs(plan, config, problem) + tiles
     return Work(
         attention_kernel, grid,
         _arguments(call, problem, plan, config, out, lse, partial), {"SPEC": spec},
@@ -90,7 +93,10 @@ def _arguments(
         splits = Splits(plan.num_splits, -(-plan.split_keys // config.block_n))
     elif partial is not None:
         least = -(-plan.least_keys // config.block_n)
-        splits = Shares(*partial, plan.programs, least, _widest(masking, config.block_m // config.pack))
+        splits = Shares(
+            *partial, share_programs(plan, config, problem), plan.residents, least,
+            _widest(masking, config.block_m // config.pack),
+        )  # fmt: skip
     return (
         rows(call.q), k, v, k_cache, v_cache,
         dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),
@@ -103,6 +109,12 @@ def _widest(masking: Masking, queries: int) -> int:
     """About how many keys ``queries`` neighbours can see, however many there are."""
     left, right, chunk = cast(tuple[int, int, int], masking[:3])
     return min(left + right, chunk, NO_LIMIT) + queries
+
+
+def share_programs(plan: Plan, config: KernelConfig, problem: Problem) -> int:
+    """Shares of the batch's work: the plan's, or as many as there is scratch for."""
+    room = SCRATCH // (2 * config.block_m * whole_block(problem.head_dim_v))
+    return min(plan.programs, max(room, plan.residents))
 
 
 def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import split_power
-from .splits import fair_share, find_piece, tiles_per_part
+from .splits import find_piece, tiles_per_part
 from .tiles import find_sequence, load_scale, load_tile, store_tile
 from .walk import Queries, Source, attend
 
@@ -148,7 +148,10 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
     context, k_start, len_k = keys_of(sequence, batch, q_start, len_q, SPEC)
     shift = len_k - len_q
     pos = offs_q + shift  # [BLOCK_M]
-    first, last = visible_keys(pos, len_k, inputs.masking, SPEC)  # [BLOCK_M]
+    first = None
+    last = None
+    if batch.cu_seqlens_q is not None:  # else all rows of a tile are one query's
+        first, last = visible_keys(pos, len_k, inputs.masking, SPEC)  # [BLOCK_M]
     low, high, full_low, full_high = tile_range(place.tile, shift, len_q, len_k, inputs, SPEC)
     if SPEC.SPLIT != "":
         first_tile = low // SPEC.BLOCK_N + place.skip
@@ -313,8 +316,7 @@ def attention_kernel(
     # Programs that share keys and values stand next to each other; late query tiles, which see most
     # keys, come first.
     if SPEC.SPLIT == "shares":
-        share = fair_share(batch, splits, walks, BLOCK_Q, SPEC)
-        piece = find_piece(tl.program_id(0), share, batch, splits.widest, walks, BLOCK_Q, SPEC)
+        piece = find_piece(tl.program_id(0), batch, splits, walks, BLOCK_Q, SPEC)
         if piece.keys == 0:
             return
         q_start, len_q = queries_of(piece.sequence, batch)
