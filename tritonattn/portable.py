@@ -24,6 +24,7 @@ from .call import Call
 from .device import Device
 from .kernels.attention import Masking, attention_kernel
 from .kernels.spec import Spec
+from .kernels.tiles import Pages
 from .kernels.splits import Shares, Splits
 from .plan import Plan
 from .problem import Problem
@@ -86,6 +87,8 @@ def _arguments(
         k, v = rows(call.k), rows(call.v)
     if call.k_cache is not None and call.v_cache is not None:
         k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
+        if k_cache[1:] == v_cache[1:]:
+            v_cache = Pages(v_cache.ptr, None, None, None)
     masking = masking_of(call, problem)
     parts = None
     if partial is not None and plan.cut == "parts":

@@ -212,9 +212,12 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             page_ids = table.ptr + tl.load(table.indptr + sequence)
         else:
             page_ids = table.ptr + tl.cast(sequence, tl.int64) * table.stride_seq
+        head_stride = v_cache.stride_head
+        if head_stride is None:
+            head_stride = k_cache.stride_head
         cached = Source(
             k_cache.ptr + kv_head.to(tl.int64) * k_cache.stride_head,
-            v_cache.ptr + kv_head.to(tl.int64) * v_cache.stride_head,
+            v_cache.ptr + kv_head.to(tl.int64) * head_stride,
             k_cache.stride_token, v_cache.stride_token,
             k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
         )  # fmt: skip

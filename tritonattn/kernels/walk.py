@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from . import masks, softmax
-from .casts import decode, round_to
+from .casts import as_loaded, decode, round_to
 from .tiles import dot, load_tile, page_slots
 
 
@@ -18,7 +18,7 @@ class Source(NamedTuple):
     k_stride_token: object
     v_stride_token: object
     k_stride_page: object
-    v_stride_page: object
+    v_stride_page: object  # None: as the keys' strides
     page_ids: object  # None: the rows are packed
     table: object
     first: object
@@ -94,8 +94,11 @@ def visit(
 
     if source.page_ids is not None:
         page, slot = page_slots(source.page_ids, source.table, offs_n, ok, SPEC.PAGE_SIZE, not READ_ALL)
-        k_rows = source.k + page * source.k_stride_page + slot * source.k_stride_token
-        v_rows = source.v + page * source.v_stride_page + slot * source.v_stride_token
+        at = page * source.k_stride_page + slot * source.k_stride_token
+        k_rows = source.k + at
+        if source.v_stride_page is not None:
+            at = page * source.v_stride_page + slot * source.v_stride_token
+        v_rows = source.v + at
     else:
         token = (offs_n - source.first).to(tl.int64)
         k_rows = source.k + token * source.k_stride_token
@@ -112,6 +115,9 @@ def visit(
     v = load_keys(
         v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, not READ_ALL, SPEC
     )
+
+    if FORMAT != "" and SPEC.NATIVE_FP8 and v.dtype != tl.float32:
+        v = as_loaded(v, offs_n)
 
     # float32 rows want a relative precision that 16-bit ones would not show.
     IS_EXACT: tl.constexpr = rows.q.dtype == tl.float32
