@@ -24,6 +24,16 @@ class Source(NamedTuple):
     first: object
 
 
+class Tile(NamedTuple):
+    """Keys [BLOCK_N] and their values."""
+
+    offs_n: object
+    ok: object  # those that may be read
+    visible: object  # [BLOCK_M, BLOCK_N]
+    k_rows: object  # pointers
+    v_rows: object
+
+
 class Queries(NamedTuple):
     """A tile's rows: what they are multiplied with and what they see."""
 
@@ -59,24 +69,8 @@ def load_keys(
 
 
 @triton.jit
-def visit(
-    acc,
-    row_max,
-    row_sum,
-    row_scale,
-    rows,
-    source,
-    begin,
-    low,
-    high,
-    FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
-    SPEC,
-):
-    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it.
-
-    Nothing outside low..high is read.
-    """
+def locate(source, begin, low, high, rows, MASKED: tl.constexpr, SPEC):
+    """The tile of keys from ``begin`` on; nothing outside low..high is read."""
     offs_n = begin + tl.arange(0, SPEC.BLOCK_N)
     ok = (offs_n >= low) & (offs_n < high)
     visible = ok[None, :]
@@ -98,35 +92,130 @@ def visit(
         token = (offs_n - source.first).to(tl.int64)
         k_rows = source.k + token * source.k_stride_token
         v_rows = source.v + token * source.v_stride_token
+    return Tile(offs_n, ok, visible, k_rows, v_rows)
 
-    k = load_keys(k_rows, ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
-    qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)  # [BLOCK_M, BLOCK_N]
+
+@triton.jit
+def multiply_keys(rows, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
+    """q k^T [BLOCK_M, BLOCK_N]."""
+    k = load_keys(
+        tile.k_rows, tile.ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC
+    )
+    qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)
     if SPEC.TAIL_D > 0:
         k_tail = load_keys(
-            k_rows, ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC
-        )
+            tile.k_rows, tile.ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q,
+            MASKED, SPEC,
+        )  # fmt: skip
         qk = dot(rows.q_tail, tl.trans(k_tail), qk, SPEC.INTERPRETED)
-    v = load_keys(v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
+    return qk
 
+
+@triton.jit
+def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPEC):
+    """A tile's probabilities, the factor of what was summed before, and (row_max, row_sum)."""
     # float32 rows want a relative precision that 16-bit ones would not show.
     IS_EXACT: tl.constexpr = rows.q.dtype == tl.float32
     s = softmax.logits(
-        qk, row_scale, rows.softcap, rows.slopes, rows.pos, offs_n,
+        qk, row_scale, rows.softcap, rows.slopes, rows.pos, tile.offs_n,
         SPEC.HAS_SOFTCAP, IS_EXACT, SPEC.HAS_ALIBI,
     )  # fmt: skip
     if MASKED:
-        s = tl.where(visible, s, float("-inf"))
+        s = tl.where(tile.visible, s, float("-inf"))
     IS_PRODUCT: tl.constexpr = IS_EXACT and not SPEC.HAS_SOFTCAP and not SPEC.HAS_ALIBI
     p, alpha, row_max, row_sum = softmax.step(
         row_max, row_sum, s, qk, row_scale, MASKED, IS_PRODUCT, IS_EXACT
     )
+    return round_to(p, rows.q.dtype, SPEC.INTERPRETED), alpha, row_max, row_sum
 
-    p = round_to(p, v.dtype, SPEC.INTERPRETED)
+
+@triton.jit
+def add_values(acc, alpha, p, rows, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
+    """alpha acc + p v."""
+    v = load_keys(
+        tile.v_rows, tile.ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC
+    )
     alpha = tl.broadcast_to(alpha[:, None], acc.shape)
-    if IS_EXACT:  # a tile's sum by itself first: shorter chains of roundings
+    if rows.q.dtype == tl.float32:  # a tile's sum by itself first: shorter chains of roundings
         acc = tl.fma(acc, alpha, dot(p, v, None, SPEC.INTERPRETED))
     else:
         acc = dot(p, v, acc * alpha, SPEC.INTERPRETED)
+    return acc
+
+
+@triton.jit
+def visit(
+    acc,
+    row_max,
+    row_sum,
+    row_scale,
+    rows,
+    source,
+    begin,
+    low,
+    high,
+    qk,  # None: not known yet
+    FORMAT: tl.constexpr,
+    MASKED: tl.constexpr,
+    SPEC,
+):
+    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it."""
+    tile = locate(source, begin, low, high, rows, MASKED, SPEC)
+    if qk is None:
+        qk = multiply_keys(rows, tile, FORMAT, MASKED, SPEC)
+    p, alpha, row_max, row_sum = weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED, SPEC)
+    acc = add_values(acc, alpha, p, rows, tile, FORMAT, MASKED, SPEC)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def overlap(
+    acc,
+    row_max,
+    row_sum,
+    row_scale,
+    rows,
+    source,
+    start,
+    end,
+    FORMAT: tl.constexpr,
+    SPEC,
+):
+    """One or more tiles, start..end, that every row sees whole.
+
+    While a tile is weighed the matrix units would rest.  "qk-lead" gives them the next tile's q k
+    for that time, "pv-lag" the p v of the tile before.
+    """
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
+    first = locate(source, start, start, end, rows, False, SPEC)
+    qk = multiply_keys(rows, first, FORMAT, False, SPEC)
+    if SPEC.FORM == "qk-lead":
+        for begin in tl.range(start, end - BLOCK_N, BLOCK_N):
+            tile = locate(source, begin + BLOCK_N, start, end, rows, False, SPEC)
+            ahead = multiply_keys(rows, tile, FORMAT, False, SPEC)
+            acc, row_max, row_sum = visit(
+                acc, row_max, row_sum, row_scale, rows, source, begin, start, end, qk,
+                FORMAT, False, SPEC,
+            )  # fmt: skip
+            qk = ahead
+        acc, row_max, row_sum = visit(
+            acc, row_max, row_sum, row_scale, rows, source, end - BLOCK_N, start, end, qk,
+            FORMAT, False, SPEC,
+        )  # fmt: skip
+    else:
+        p, alpha, row_max, row_sum = weigh(
+            row_max, row_sum, row_scale, rows, first, qk, False, SPEC
+        )
+        for begin in tl.range(start + BLOCK_N, end, BLOCK_N):
+            tile = locate(source, begin, start, end, rows, False, SPEC)
+            products = multiply_keys(rows, tile, FORMAT, False, SPEC)
+            before = locate(source, begin - BLOCK_N, start, end, rows, False, SPEC)
+            acc = add_values(acc, alpha, p, rows, before, FORMAT, False, SPEC)
+            p, alpha, row_max, row_sum = weigh(
+                row_max, row_sum, row_scale, rows, tile, products, False, SPEC
+            )
+        last = locate(source, end - BLOCK_N, start, end, rows, False, SPEC)
+        acc = add_values(acc, alpha, p, rows, last, FORMAT, False, SPEC)
     return acc, row_max, row_sum
 
 
@@ -162,12 +251,18 @@ def attend(
     for i in tl.range(0, edges):
         begin = tl.where(i < before, start + i * BLOCK_N, full_end + (i - before) * BLOCK_N)
         acc, row_max, row_sum = visit(
-            acc, row_max, row_sum, row_scale, rows, source,
-            begin, low, high, FORMAT, True, SPEC,
+            acc, row_max, row_sum, row_scale, rows, source, begin, low, high, None,
+            FORMAT, True, SPEC,
         )  # fmt: skip
-    for begin in tl.range(full_start, full_end, BLOCK_N):
-        acc, row_max, row_sum = visit(
-            acc, row_max, row_sum, row_scale, rows, source,
-            begin, low, high, FORMAT, False, SPEC,
-        )  # fmt: skip
+    if SPEC.FORM != "textbook":
+        if full_start < full_end:
+            acc, row_max, row_sum = overlap(
+                acc, row_max, row_sum, row_scale, rows, source, full_start, full_end, FORMAT, SPEC
+            )
+    else:
+        for begin in tl.range(full_start, full_end, BLOCK_N):
+            acc, row_max, row_sum = visit(
+                acc, row_max, row_sum, row_scale, rows, source, begin, low, high, None,
+                FORMAT, False, SPEC,
+            )  # fmt: skip
     return acc, row_max, row_sum
