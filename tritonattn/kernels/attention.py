@@ -58,6 +58,18 @@ def visible_keys(pos, num_keys, masking, SPEC):
 
 
 @triton.jit
+def load_blocks(row_ptrs, row_ok, SPEC):
+    """A tile's queries, block by block of their dims."""
+    q_blocks = ()
+    for i in tl.static_range(len(SPEC.BLOCKS)):
+        block = load_tile(
+            row_ptrs, row_ok, i * SPEC.BLOCKS[0], SPEC.BLOCKS[i], SPEC.HEAD_DIM, True, SPEC.ALIGNED
+        )
+        q_blocks += (block,)
+    return q_blocks
+
+
+@triton.jit
 def store_tile_rows(rows, acc, row_ok, SPEC):
     store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
 
@@ -194,12 +206,8 @@ def attention_kernel(
         high = tl.minimum(high, (first_tile + (part + 1) * share) * SPEC.BLOCK_N)
 
     q_rows = q.ptr + token.to(tl.int64) * q.stride_token + head * q.stride_head
-    q_tile = load_tile(q_rows, row_ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
-    q_tail = q_tile
-    if SPEC.TAIL_D > 0:
-        q_tail = load_tile(
-            q_rows, row_ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED
-        )
+    q_blocks = load_blocks(q_rows, row_ok, SPEC)
+    IS_EXACT: tl.constexpr = q_blocks[0].dtype == tl.float32
     row_scale = tl.full([SPEC.BLOCK_M], 1.0, tl.float32) * scoring.softmax_scale
     if SPEC.HAS_QUERY_SCALE:
         row_scale *= tl.load(scoring.query_scale + token, mask=row_ok, other=0.0)
@@ -212,23 +220,22 @@ def attention_kernel(
     if SPEC.HAS_SINK:
         sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0)
         sink = tl.where(part == 0, sink.to(tl.float32), float("-inf"))
-    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK, q_tile.dtype == tl.float32)
+    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK, IS_EXACT)
     tree_rows = token.to(tl.int64)
     if SPEC.HAS_TREE:
         tree_rows = masking.tree + tree_rows * masking.stride_tree_row
     rows = Queries(
-        q_tile, q_tail, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, masking, shift
+        q_blocks, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, masking, shift
     )
     cached_rows = rows
     cached_row_scale = row_scale
     if SPEC.HALF_FP8:
         # float8 becomes float16 by one instruction, and bfloat16 by several.
-        q_half, tail_half, power = split_power(q_tile, q_tail, SPEC.TAIL_D > 0, SPEC.INTERPRETED)
+        halves, power = split_power(q_blocks, len(SPEC.BLOCKS), SPEC.INTERPRETED)
         cached_row_scale = row_scale * power
         cached_rows = Queries(
-            q_half, tail_half, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows,
-            masking, shift,
-        )  # fmt: skip
+            halves, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, masking, shift
+        )
 
     cached_scale = load_scale(k_scale, sequence, kv_head)
     cached_v_scale = load_scale(v_scale, sequence, kv_head)
@@ -269,5 +276,5 @@ def attention_kernel(
     offs_m += num_kv_heads >> 30
     offs_q, head, row_ok = tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC)
     token = q_start + offs_q
-    out, lse = softmax.finish(acc, row_max, row_sum, q_tile.dtype == tl.float32)
+    out, lse = softmax.finish(acc, row_max, row_sum, IS_EXACT)
     store_rows(output, partials, out, lse, part, parts, token, head, row_ok, SPEC)

@@ -7,15 +7,15 @@ class Spec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
     A key's dimension is covered by two blocks, powers of two, where that wastes less than one
-    would: 192 by 128 and 64, 576 by 512 and 64; a second block of 0 columns is none.  A value's is
-    covered by one: of a second one that comes from registers, ptxas 12.8, which triton 3.6 brings,
-    writes part to the wrong place in shared memory (seen on sm_90; ptxas 13.0 does not).
+    would: 192 by 128 and 64, 576 by 512 and 64; by many small ones in float32.  All but the last
+    are equal.  A value's is covered by one: of a second one that comes from registers, ptxas 12.8,
+    which triton 3.6 brings, writes part to the wrong place in shared memory (seen on sm_90; ptxas
+    13.0 does not).
     """
 
     HEAD_DIM: int
     HEAD_DIM_V: int
-    BLOCK_D: int
-    TAIL_D: int
+    BLOCKS: tuple[int, ...]
     BLOCK_DV: int
     BLOCK_M: int  # rows of a tile: (token, head) pairs, heads fastest
     BLOCK_N: int  # keys of a tile

@@ -37,8 +37,7 @@ class Tile(NamedTuple):
 class Queries(NamedTuple):
     """A tile's rows: what they are multiplied with and what they see."""
 
-    q: object  # [BLOCK_M, BLOCK_D]
-    q_tail: object  # [BLOCK_M, TAIL_D]
+    q: object  # a tuple: [BLOCK_M, width] for each of BLOCKS
     pos: object  # [BLOCK_M] absolute position
     first: object  # [BLOCK_M] keys first <= j < last are seen
     last: object
@@ -58,13 +57,13 @@ def load_keys(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     FORMAT: tl.constexpr,
-    like,
+    DTYPE: tl.constexpr,
     MASKED: tl.constexpr,
     SPEC,
 ):
     tile = load_tile(row_ptrs, ok, FIRST, BLOCK, DIM, MASKED, SPEC.ALIGNED)
     if FORMAT != "":
-        tile = decode(tile, FORMAT, like.dtype, SPEC.NATIVE_FP8)
+        tile = decode(tile, FORMAT, DTYPE, SPEC.NATIVE_FP8)
     return tile
 
 
@@ -96,18 +95,49 @@ def locate(source, begin, low, high, rows, MASKED: tl.constexpr, SPEC):
 
 
 @triton.jit
+def multiply_block(
+    rows, tile, INDEX: tl.constexpr, qk, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC
+):
+    """q k^T [BLOCK_M, BLOCK_N] over the dims of one of BLOCKS, added to ``qk``; None: zero."""
+    k = load_keys(
+        tile.k_rows, tile.ok, INDEX * SPEC.BLOCKS[0], SPEC.BLOCKS[INDEX], SPEC.HEAD_DIM, FORMAT,
+        rows.q[INDEX].dtype, MASKED, SPEC,
+    )  # fmt: skip
+    return dot(rows.q[INDEX], tl.trans(k), qk, SPEC.INTERPRETED)
+
+
+@triton.jit
+def multiply_blocks(
+    rows,
+    tile,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MASKED: tl.constexpr,
+    SPEC,
+):
+    """q k^T over some of BLOCKS, each summed by itself and then in pairs, which rounds less than
+    one long sum."""
+    if COUNT == 1:
+        qk = multiply_block(rows, tile, FIRST, None, FORMAT, MASKED, SPEC)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        qk = multiply_blocks(rows, tile, FIRST, HALF, FORMAT, MASKED, SPEC)
+        more = multiply_blocks(rows, tile, FIRST + HALF, COUNT - HALF, FORMAT, MASKED, SPEC)
+        # Not a plain sum: Triton makes dot(a, b, 0) + c the long sum dot(a, b, c).
+        qk = tl.fma(qk, tl.full(qk.shape, 1.0, tl.float32), more)
+    return qk
+
+
+@triton.jit
 def multiply_keys(rows, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
     """q k^T [BLOCK_M, BLOCK_N]."""
-    k = load_keys(
-        tile.k_rows, tile.ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC
-    )
-    qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)
-    if SPEC.TAIL_D > 0:
-        k_tail = load_keys(
-            tile.k_rows, tile.ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q,
-            MASKED, SPEC,
-        )  # fmt: skip
-        qk = dot(rows.q_tail, tl.trans(k_tail), qk, SPEC.INTERPRETED)
+    if rows.q[0].dtype == tl.float32:
+        qk = multiply_blocks(rows, tile, 0, len(SPEC.BLOCKS), FORMAT, MASKED, SPEC)
+    else:
+        qk = multiply_block(rows, tile, 0, None, FORMAT, MASKED, SPEC)
+        for i in tl.static_range(1, len(SPEC.BLOCKS)):
+            qk = multiply_block(rows, tile, i, qk, FORMAT, MASKED, SPEC)
     return qk
 
 
@@ -115,28 +145,31 @@ def multiply_keys(rows, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
 def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPEC):
     """A tile's probabilities, the factor of what was summed before, and (row_max, row_sum)."""
     # float32 rows want a relative precision that 16-bit ones would not show.
-    IS_EXACT: tl.constexpr = rows.q.dtype == tl.float32
-    s = softmax.logits(
-        qk, row_scale, rows.softcap, rows.slopes, rows.pos, tile.offs_n,
-        SPEC.HAS_SOFTCAP, IS_EXACT, SPEC.HAS_ALIBI,
-    )  # fmt: skip
-    if MASKED:
-        s = tl.where(tile.visible, s, float("-inf"))
-    IS_PRODUCT: tl.constexpr = IS_EXACT and not SPEC.HAS_SOFTCAP and not SPEC.HAS_ALIBI
-    p, alpha, row_max, row_sum = softmax.step(
-        row_max, row_sum, s, qk, row_scale, MASKED, IS_PRODUCT, IS_EXACT
-    )
-    return round_to(p, rows.q.dtype, SPEC.INTERPRETED), alpha, row_max, row_sum
+    if rows.q[0].dtype == tl.float32:
+        p, alpha, row_max, row_sum = softmax.exact_step(
+            row_max, row_sum, qk, row_scale, rows.softcap, rows.slopes, rows.pos, tile.offs_n,
+            tile.visible, SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, MASKED,
+        )  # fmt: skip
+    else:
+        s = softmax.logits(
+            qk, row_scale, rows.softcap, rows.slopes, rows.pos, tile.offs_n,
+            SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI,
+        )  # fmt: skip
+        if MASKED:
+            s = tl.where(tile.visible, s, float("-inf"))
+        p, alpha, row_max, row_sum = softmax.step(row_max, row_sum, s, MASKED)
+    return round_to(p, rows.q[0].dtype, SPEC.INTERPRETED), alpha, row_max, row_sum
 
 
 @triton.jit
 def add_values(acc, alpha, p, rows, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
     """alpha acc + p v."""
     v = load_keys(
-        tile.v_rows, tile.ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC
-    )
+        tile.v_rows, tile.ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q[0].dtype,
+        MASKED, SPEC,
+    )  # fmt: skip
     alpha = tl.broadcast_to(alpha[:, None], acc.shape)
-    if rows.q.dtype == tl.float32:  # a tile's sum by itself first: shorter chains of roundings
+    if rows.q[0].dtype == tl.float32:  # a tile's sum by itself first: shorter chains of roundings
         acc = tl.fma(acc, alpha, dot(p, v, None, SPEC.INTERPRETED))
     else:
         acc = dot(p, v, acc * alpha, SPEC.INTERPRETED)

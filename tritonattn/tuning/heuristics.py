@@ -65,7 +65,7 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:
     """``rows``: (token, head) pairs that read the same keys."""
-    width = max(sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v))
+    width = max(sum(blocks(problem.head_dim, problem.dtype)), whole_block(problem.head_dim_v))
     if device.backend == "hip":
         return _hip(problem, device, width, rows)
     if problem.dtype == torch.float32 or not has_tensor_cores(device):
@@ -73,7 +73,7 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     # What takes registers beside the products: a tree's look-ups, float8 on its way to 16 bits,
     # keys that are read a number at a time, a second block of a head's dims.
     has_tree, has_fp8 = problem.mask.has_tree, problem.cache_format != ""
-    is_heavy = has_fp8 or blocks(problem.head_dim)[1] > 0
+    is_heavy = has_fp8 or len(blocks(problem.head_dim, problem.dtype)) > 1
     if width > 256:
         return Tile(_up_to(32, rows), 32, 8, 2)
     if has_tree:
