@@ -266,7 +266,7 @@ def make_spec(
     return Spec(
         problem.head_dim,
         problem.head_dim_v,
-        blocks(problem.head_dim, problem.dtype),
+        blocks(problem.head_dim, problem.dtype, gpu),
         whole_block(problem.head_dim_v),
         config.block_m,
         config.block_n,

@@ -12,7 +12,6 @@ from ..problem import Problem
 
 # The order of the loop over keys that every row of a tile sees; kernels/walk.py says what each is.
 FORMS = ("textbook", "qk-lead", "pv-lag")
-CHUNK = 16  # of a float32 head's dims
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,15 @@ def whole_block(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def blocks(dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+def blocks(dim: int, dtype: torch.dtype, device: Device) -> tuple[int, ...]:
     """The powers of two that cover a head's dims: 192 by 128 and 64, 80 by 64 and 16, 120 by 128.
 
-    float32 by as many of CHUNK as it takes: each block's products are summed by themselves, and a
-    long sum's rounding grows with its length.
+    float32 by many small ones, as a long sum's rounding grows with its length.  BLAS on a GPU sums
+    one product after the other, and on a CPU as many sums at a time as a register has lanes.
     """
     if dtype == torch.float32:
-        return (CHUNK,) * -(-dim // CHUNK)
+        width = 16 if dim <= 16 or (device.is_interpreter and dim <= 128) else 32
+        return (width,) * -(-dim // width)
     whole = whole_block(dim)
     half = whole // 2
     if dim <= 16 or dim == whole:
@@ -112,7 +112,7 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
         return 0
     itemsize = problem.dtype.itemsize
     m, n, stages = config.block_m, config.block_n, config.num_stages
-    d, dv = sum(blocks(problem.head_dim, problem.dtype)), whole_block(problem.head_dim_v)
+    d, dv = sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
     queries, keys, probabilities = m * d * itemsize, n * (d + dv) * itemsize, m * n * itemsize
     if device.backend == "hip":
         # Queries pass through on their way to registers; one stage holds K and V in turn.

@@ -65,7 +65,9 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:
     """``rows``: (token, head) pairs that read the same keys."""
-    width = max(sum(blocks(problem.head_dim, problem.dtype)), whole_block(problem.head_dim_v))
+    width = max(
+        sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
+    )
     if device.backend == "hip":
         return _hip(problem, device, width, rows)
     if problem.dtype == torch.float32 or not has_tensor_cores(device):
@@ -73,7 +75,7 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     # What takes registers beside the products: a tree's look-ups, float8 on its way to 16 bits,
     # keys that are read a number at a time, a second block of a head's dims.
     has_tree, has_fp8 = problem.mask.has_tree, problem.cache_format != ""
-    is_heavy = has_fp8 or len(blocks(problem.head_dim, problem.dtype)) > 1
+    is_heavy = has_fp8 or len(blocks(problem.head_dim, problem.dtype, device)) > 1
     if width > 256:
         return Tile(_up_to(32, rows), 32, 8, 2)
     if has_tree:
@@ -117,10 +119,10 @@ def _plain(problem: Problem, device: Device, width: int, rows: int) -> Tile:
     along the dims, so that few threads on a large tile spill."""
     if not has_tensor_cores(device):
         return Tile(16, 16, 8, 1) if problem.mask.has_tree else Tile(_up_to(32, rows), 32, 8, 1)
-    if rows > 16 and width <= 64:
+    if rows <= 16 and width <= 128:
+        return Tile(16, 32, 8, 3)
+    if width <= 64 or (width <= 128 and has_warpgroup_mma(device)):
         return Tile(64, 32, 8, 2)
-    if rows > 16 and width <= 128 and has_warpgroup_mma(device):
-        return Tile(64, 64, 16, 2)
     return Tile(16, 64 if width <= 128 else 32, 8, 2)
 
 

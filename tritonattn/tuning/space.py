@@ -17,7 +17,9 @@ from .keys import family_of, log2
 
 def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     """The valid ones, the heuristic's own choice first."""
-    width = max(sum(blocks(problem.head_dim, problem.dtype)), whole_block(problem.head_dim_v))
+    width = max(
+        sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
+    )
     family = family_of(problem)
     rows = problem.group * (1 if family == "decode" else problem.max_q)
     if problem.batch_invariant and family != "decode":
