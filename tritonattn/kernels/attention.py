@@ -121,7 +121,7 @@ def store_rows(output, partials, acc, lse, part, parts, token, head, row_ok, SPE
 
 @triton.jit
 def queries_of(sequence, batch):
-    """(first token, tokens) of a sequence; of the rows past the last one, as of sequence num_seqs."""
+    """(first token, tokens) of a sequence; sequence num_seqs are the rows past the last one."""
     if batch.cu_seqlens_q is not None:
         start = tl.load(batch.cu_seqlens_q + sequence)
         is_known = sequence < batch.num_seqs
@@ -135,7 +135,6 @@ def queries_of(sequence, batch):
 @triton.jit
 def attend_tile(inputs, place, q_start, len_q, SPEC):
     """(out [BLOCK_M, BLOCK_DV], natural-log lse [BLOCK_M]) over the place's keys."""
-    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
     batch = inputs.batch
     scoring = inputs.scoring
     sequence = place.sequence
@@ -213,7 +212,7 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             k_cache.ptr + kv_head.to(tl.int64) * k_cache.stride_head,
             v_cache.ptr + kv_head.to(tl.int64) * v_cache.stride_head,
             k_cache.stride_token, v_cache.stride_token,
-            k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
+            k_cache.stride_page, v_cache.stride_page, page_ids, table, 0, 0, 0,
         )  # fmt: skip
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, cached_row_scale * k_scale, cached_rows, cached,
@@ -223,12 +222,15 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
     if SPEC.HAS_NEW:
         k = inputs.k
         v = inputs.v
-        first_row = k_start.to(tl.int64)
-        packed = Source(
-            k.ptr + kv_head.to(tl.int64) * k.stride_head + first_row * k.stride_token,
-            v.ptr + kv_head.to(tl.int64) * v.stride_head + first_row * v.stride_token,
-            k.stride_token, v.stride_token, 0, 0, None, None, context,
-        )  # fmt: skip
+        if SPEC.BOXES:
+            packed = Source(k, v, 0, 0, 0, 0, None, None, context, k_start, kv_head)
+        else:
+            first_row = k_start.to(tl.int64)
+            packed = Source(
+                k.ptr + kv_head.to(tl.int64) * k.stride_head + first_row * k.stride_token,
+                v.ptr + kv_head.to(tl.int64) * v.stride_head + first_row * v.stride_token,
+                k.stride_token, v.stride_token, 0, 0, None, None, context, 0, 0,
+            )  # fmt: skip
         if not SPEC.HAS_CACHE:
             row_scale *= k_scale
         acc, row_max, row_sum = attend(
@@ -287,7 +289,7 @@ def rows_to_store(place, q_start, len_q, num_kv_heads, ROWS: tl.constexpr, SPEC)
 @triton.jit
 def attention_kernel(
     q,  # Rows
-    k,  # Rows or None: packed keys
+    k,  # packed keys: Rows, a descriptor if SPEC.BOXES, or None
     v,
     k_cache,  # Pages or None
     v_cache,
@@ -376,9 +378,7 @@ def attention_kernel(
                 return
         place = Place(sequence, tile, head_block, kv_head, part * share, share)
         out, lse = attend_tile(inputs, place, q_start, len_q, SPEC)
-        token, head, row_ok = rows_to_store(
-            place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC
-        )
+        token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
         if SPEC.SPLIT == "parts":
             store_rows(output, partials, out, lse, part, parts, token, head, row_ok, SPEC)
         else:
@@ -386,9 +386,7 @@ def attention_kernel(
 
 
 @triton.jit
-def store_share(
-    shares, output, out, lse, place, first, parts, q_start, len_q, num_kv_heads, SPEC
-):
+def store_share(shares, output, out, lse, place, first, parts, q_start, len_q, num_kv_heads, SPEC):
     """A tile's rows, or what one of ``parts`` programs from ``first`` on found of them; the last
     program to get there merges all."""
     token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
@@ -414,7 +412,9 @@ def merge_shares(shares, output, place, first, parts, q_start, len_q, num_kv_hea
     ROWS: tl.constexpr = SPEC.SHARE_ROWS
     CELLS: tl.constexpr = ROWS * SPEC.BLOCK_DV
     MANY: tl.constexpr = 4096 // CELLS if CELLS < 4096 else 1
-    STEP: tl.constexpr = MANY if MANY < 32 else 32  # loads of so many parts are on their way at once
+    STEP: tl.constexpr = (
+        MANY if MANY < 32 else 32
+    )  # loads of so many parts are on their way at once
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, SPEC.BLOCK_DV)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)

@@ -93,14 +93,17 @@ def step(
     factor,
     MASKED: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
+    IS_RISING: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ):
     """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed
     before, and the new (row_max, row_sum).
 
     IS_PRODUCT: s = qk factor, so that the difference from the maximum needs no rounded s.
+    IS_RISING: nor does the maximum, as no factor is negative and nothing is masked.
     """
-    m_new = tl.maximum(row_max, tl.max(s, 1))
+    highest = tl.max(qk, 1) * factor if IS_PRODUCT and IS_RISING else tl.max(s, 1)
+    m_new = tl.maximum(row_max, highest)
     shift = m_new
     if MASKED:
         # A row that has seen no key yet keeps row_max = -inf; -inf - -inf would be NaN.

@@ -7,11 +7,14 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import decode, round_to
-from .tiles import dot, load_tile, page_slots
+from .tiles import dot, load_box, load_tile, page_slots
 
 
 class Source(NamedTuple):
-    """Keys and values of one sequence and one KV head; key ``first`` is the source's first."""
+    """Keys and values of one sequence and one KV head; key ``first`` is the source's first.
+
+    ``k`` and ``v`` are pointers to the head's rows, or descriptors of packed rows of all heads.
+    """
 
     k: object
     v: object
@@ -22,6 +25,8 @@ class Source(NamedTuple):
     page_ids: object  # None: the rows are packed
     table: object
     first: object
+    row: object  # of descriptors: the first key's row
+    head: object
 
 
 class Queries(NamedTuple):
@@ -94,19 +99,31 @@ def visit(
         page, slot = page_slots(source.page_ids, source.table, offs_n, ok, SPEC.PAGE_SIZE, MASKED)
         k_rows = source.k + page * source.k_stride_page + slot * source.k_stride_token
         v_rows = source.v + page * source.v_stride_page + slot * source.v_stride_token
+    elif SPEC.BOXES:
+        k_rows = source.row + (begin - source.first)
+        v_rows = k_rows
     else:
         token = (offs_n - source.first).to(tl.int64)
         k_rows = source.k + token * source.k_stride_token
         v_rows = source.v + token * source.v_stride_token
 
-    k = load_keys(k_rows, ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
+    IS_BOX: tl.constexpr = SPEC.BOXES and source.page_ids is None
+    if IS_BOX:
+        k = load_box(source.k, source.head, k_rows, SPEC.BLOCK_N, SPEC.BLOCK_D)
+    else:
+        k = load_keys(k_rows, ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
     qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)  # [BLOCK_M, BLOCK_N]
     if SPEC.TAIL_D > 0:
         k_tail = load_keys(
             k_rows, ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC
         )
         qk = dot(rows.q_tail, tl.trans(k_tail), qk, SPEC.INTERPRETED)
-    v = load_keys(v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
+    if IS_BOX:
+        v = load_box(source.v, source.head, v_rows, SPEC.BLOCK_N, SPEC.BLOCK_DV)
+        if MASKED:
+            v = tl.where(ok[:, None], v, 0.0)
+    else:
+        v = load_keys(v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
 
     # float32 rows want a relative precision that 16-bit ones would not show.
     IS_EXACT: tl.constexpr = rows.q.dtype == tl.float32
@@ -116,10 +133,13 @@ def visit(
     )  # fmt: skip
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
-    IS_PRODUCT: tl.constexpr = IS_EXACT and not SPEC.HAS_SOFTCAP and not SPEC.HAS_ALIBI
-    p, alpha, row_max, row_sum = softmax.step(
-        row_max, row_sum, s, qk, row_scale, MASKED, IS_PRODUCT, IS_EXACT
+    IS_PRODUCT: tl.constexpr = (
+        (IS_EXACT or not MASKED) and not SPEC.HAS_SOFTCAP and not SPEC.HAS_ALIBI
     )
+    p, alpha, row_max, row_sum = softmax.step(
+        row_max, row_sum, s, qk, row_scale * softmax.unit(IS_EXACT), MASKED, IS_PRODUCT,
+        not (SPEC.HAS_SIGNED_SCALE or MASKED), IS_EXACT,
+    )  # fmt: skip
 
     p = round_to(p, v.dtype, SPEC.INTERPRETED)
     alpha = tl.broadcast_to(alpha[:, None], acc.shape)

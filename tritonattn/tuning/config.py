@@ -10,9 +10,9 @@ from ..device import Device
 from ..plan import HOPPER, KERNELS, PORTABLE, why_not_hopper
 from ..problem import Problem
 
-# The order of the loop over keys that every row of a tile sees: kernels/walk.py says what each is.
-# Of Hopper's kernel it is a set of switches, which kernels/hopper/spec.py explains.
-FORMS = ("textbook", "qk-lead", "pv-lag")
+# "boxes": packed keys and values are copied by TMA instead of through pointers.  A form of Hopper's
+# kernel is a set of switches, which kernels/hopper/spec.py explains.
+FORMS = ("textbook", "boxes")
 HOPPER_SWITCHES = ("early", "turns", "lanes")
 HOPPER_FORMS = tuple(
     "+".join(names) or "plain"
@@ -83,6 +83,8 @@ def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
         return why_not_hopper(problem, device) or _unfit_for_hopper(config, problem, device)
     if not 1 <= config.pack <= min(config.block_m, problem.group):
         return f"pack must be from 1 to min(block_m, heads a KV head); got {config.pack}"
+    if config.form == "boxes" and (reason := why_no_boxes(problem, device)):
+        return reason
     width = config.block_n + whole_block(problem.head_dim_v)
     sums = config.block_m * width // (32 * config.num_warps)
     # Blackwell's data-centre GPUs keep sums in a memory of their own, AMD's have 512 registers.
@@ -176,6 +178,19 @@ def has_tensor_cores(device: Device) -> bool:
 def has_warpgroup_mma(device: Device) -> bool:
     """Whether matrix products read shared memory and leave registers to their sums."""
     return device.backend == "cuda" and isinstance(device.arch, int) and 90 <= device.arch < 120
+
+
+def why_no_boxes(problem: Problem, device: Device) -> str:
+    """Why packed keys and values cannot be copied as boxes; "" if they can."""
+    has_tma = device.backend == "cuda" and isinstance(device.arch, int) and device.arch >= 90
+    refusals = {
+        f"{device.title} has no TMA": not (has_tma or device.is_interpreter),
+        "there are no packed keys": not problem.has_new,
+        "boxes are for 16-bit numbers": problem.dtype.itemsize != 2,
+        f"a head's {problem.head_dim} dims take two boxes": blocks(problem.head_dim)[1] > 0,
+        "TMA cannot copy from tensors with such strides or addresses": not problem.has_boxes,
+    }
+    return next((reason for reason, applies in refusals.items() if applies), "")
 
 
 # Hopper's kernel

@@ -38,6 +38,7 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+    form: str = KernelConfig.form
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,7 +57,9 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
         queries = 1 if problem.is_decode else MANY
     for tile in _smaller(_best(problem, device, queries * problem.group)):
         pack = problem.group if queries < 2 * tile.rows else 1
-        config = KernelConfig(tile.rows, tile.keys, min(pack, tile.rows), tile.warps, tile.stages)
+        config = KernelConfig(
+            tile.rows, tile.keys, min(pack, tile.rows), tile.warps, tile.stages, tile.form
+        )
         if not invalid(config, problem, device):
             return config
     way_out = "float16 or bfloat16, or " if problem.dtype == torch.float32 else ""
@@ -141,7 +144,7 @@ def _smaller(tile: Tile) -> Iterator[Tile]:
     while rows >= 16:
         while keys >= 16:
             for stages in range(tile.stages, 0, -1):
-                yield Tile(rows, keys, tile.warps, stages)
+                yield Tile(rows, keys, tile.warps, stages, tile.form)
             keys //= 2
         rows, keys = rows // 2, tile.keys
 
