@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import split_power
-from .splits import batch_work, find_work, tiles_per_part
+from .splits import find_work, share_out, tiles_per_part
 from .tiles import find_sequence, load_scale, load_tile, store_tile
 from .walk import Queries, Source, attend
 
@@ -313,8 +313,8 @@ def attention_kernel(
     walks = num_kv_heads * HEAD_BLOCKS
 
     if SPEC.SPLIT == "shares":
-        total = batch_work(batch, splits.widest, walks, BLOCK_Q, SPEC)
-        share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), splits.least)
+        programs = tl.num_programs(0)
+        share, total, even = share_out(batch, splits, programs, walks, BLOCK_Q, SPEC)
         at = tl.program_id(0) * share
         end = tl.minimum(at + share, total)
         sequence = tl.program_id(0) * 0
@@ -323,9 +323,15 @@ def attention_kernel(
         stop = at
         while at < end:
             if at >= stop:
-                sequence, start, stop, keys = find_work(
-                    at, batch, splits.widest, walks, BLOCK_Q, SPEC
-                )
+                if batch.cu_seqlens_q is None and even > 0:  # one query tile a sequence
+                    sequence = at // (even * walks)
+                    start = sequence * even * walks
+                    stop = start + even * walks
+                    keys = even
+                else:
+                    sequence, start, stop, keys = find_work(
+                        at, batch, splits.widest, walks, even, BLOCK_Q, SPEC
+                    )
             # Programs side by side read the same keys for other heads, late tiles first.
             unit = (at - start) // keys
             skip = (at - start) % keys

@@ -81,29 +81,64 @@ def _tiles(start, batch, widest, STEP: tl.constexpr, BLOCK_Q: tl.constexpr, SPEC
 
 
 @triton.jit
-def batch_work(batch, widest, walks, BLOCK_Q: tl.constexpr, SPEC):
-    """Key tiles of the whole batch; each is walked over ``walks`` times, for as many heads."""
+def batch_work(batch, widest, BLOCK_Q: tl.constexpr, SPEC):
+    """Of the whole batch: (key tiles of all query tiles, the most of one, query tiles)."""
     STEP: tl.constexpr = 128
     total = tl.zeros([STEP], tl.int32)
+    most = tl.zeros([STEP], tl.int32)
+    count = tl.zeros([STEP], tl.int32)
     for start in tl.range(0, batch.num_seqs + 1, STEP):
         queries, keys = _tiles(start, batch, widest, STEP, BLOCK_Q, SPEC)
         total += queries * keys
-    return tl.sum(total, 0) * walks
+        most = tl.maximum(most, keys)
+        count += queries
+    return tl.sum(total, 0), tl.max(most, 0), tl.sum(count, 0)
 
 
 @triton.jit
-def find_work(at, batch, widest, walks, BLOCK_Q: tl.constexpr, SPEC):
-    """The sequence in whose work ``at`` lies; it must lie in one's."""
+def share_out(batch, shares, programs, walks, BLOCK_Q: tl.constexpr, SPEC):
+    """(key tiles a program, key tiles in all, of one query tile where all are alike or else 0).
+
+    Where all query tiles are alike, and equal parts of them are hardly longer than equal shares,
+    the parts are taken: merging costs more.  The last part may then be shorter than it counts.
+    """
+    total, most, count = batch_work(batch, shares.widest, BLOCK_Q, SPEC)
+    is_even = total == most * count
+    total *= walks
+    count *= walks
+    share = tl.maximum(tl.cdiv(total, programs), shares.least)
+    even = 0
+    if is_even & (count > 0):
+        part = tl.cdiv(count, programs) * most
+        padded = most
+        if count < programs:
+            part = tl.minimum(tl.maximum(tl.cdiv(most, programs // count), shares.least), most)
+            padded = tl.cdiv(most, part) * part
+        if part * 16 <= share * 17:
+            share = part
+            even = padded
+            total = count * padded
+    return share, total, even
+
+
+@triton.jit
+def find_work(at, batch, widest, walks, even, BLOCK_Q: tl.constexpr, SPEC):
+    """The sequence in whose work ``at`` lies; it must lie in one's.
+
+    ``even``: key tiles of every query tile, if they are alike; else 0.
+    """
     STEP: tl.constexpr = 128
     first = 0
     start = at * 0
     queries, keys = _tiles(first, batch, widest, STEP, BLOCK_Q, SPEC)
+    keys = tl.where(even > 0, even, keys)
     work = queries * keys * walks
     step = tl.sum(work, 0)
     while start + step <= at:
         first += STEP
         start += step
         queries, keys = _tiles(first, batch, widest, STEP, BLOCK_Q, SPEC)
+        keys = tl.where(even > 0, even, keys)
         work = queries * keys * walks
         step = tl.sum(work, 0)
     ends = start + tl.cumsum(work, 0)
