@@ -65,8 +65,9 @@ def test_boxes_of_any_layout_equal_pointers_bit_for_bit(layout: str, device):
 @pytest.mark.parametrize(
     ("arch", "change", "reason"),
     [
-        (80, {}, "has no TMA"),
-        ("gfx942", {}, "has no TMA"),
+        (80, {}, "of what TMA copies"),
+        (120, {}, "of what TMA copies"),
+        ("gfx942", {}, "of what TMA copies"),
         (90, {"dtype": torch.float32}, "16-bit"),
         (90, {"head_dims": (192, 128)}, "two boxes"),
         (90, {"layout": "sliced"}, "such strides"),

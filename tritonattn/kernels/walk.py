@@ -29,6 +29,16 @@ class Source(NamedTuple):
     head: object
 
 
+class Tile(NamedTuple):
+    """Keys [BLOCK_N] and their values."""
+
+    offs_n: object
+    ok: object  # those that may be read
+    visible: object  # [BLOCK_M, BLOCK_N]
+    k_rows: object  # pointers, or the first row of a box
+    v_rows: object
+
+
 class Queries(NamedTuple):
     """A tile's rows: what they are multiplied with and what they see."""
 
@@ -64,24 +74,8 @@ def load_keys(
 
 
 @triton.jit
-def visit(
-    acc,
-    row_max,
-    row_sum,
-    row_scale,
-    rows,
-    source,
-    begin,
-    low,
-    high,
-    FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
-    SPEC,
-):
-    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it.
-
-    Nothing outside low..high is read.
-    """
+def locate(source, begin, low, high, rows, MASKED: tl.constexpr, SPEC):
+    """The tile of keys from ``begin`` on; nothing outside low..high is read."""
     offs_n = begin + tl.arange(0, SPEC.BLOCK_N)
     ok = (offs_n >= low) & (offs_n < high)
     visible = ok[None, :]
@@ -106,33 +100,39 @@ def visit(
         token = (offs_n - source.first).to(tl.int64)
         k_rows = source.k + token * source.k_stride_token
         v_rows = source.v + token * source.v_stride_token
+    return Tile(offs_n, ok, visible, k_rows, v_rows)
 
-    IS_BOX: tl.constexpr = SPEC.BOXES and source.page_ids is None
-    if IS_BOX:
-        k = load_box(source.k, source.head, k_rows, SPEC.BLOCK_N, SPEC.BLOCK_D)
+
+@triton.jit
+def multiply_keys(rows, source, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
+    """q k^T [BLOCK_M, BLOCK_N]."""
+    if SPEC.BOXES and source.page_ids is None:
+        k = load_box(source.k, source.head, tile.k_rows, SPEC.BLOCK_N, SPEC.BLOCK_D)
     else:
-        k = load_keys(k_rows, ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
-    qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)  # [BLOCK_M, BLOCK_N]
+        k = load_keys(
+            tile.k_rows, tile.ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC
+        )
+    qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)
     if SPEC.TAIL_D > 0:
         k_tail = load_keys(
-            k_rows, ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC
-        )
+            tile.k_rows, tile.ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q,
+            MASKED, SPEC,
+        )  # fmt: skip
         qk = dot(rows.q_tail, tl.trans(k_tail), qk, SPEC.INTERPRETED)
-    if IS_BOX:
-        v = load_box(source.v, source.head, v_rows, SPEC.BLOCK_N, SPEC.BLOCK_DV)
-        if MASKED:
-            v = tl.where(ok[:, None], v, 0.0)
-    else:
-        v = load_keys(v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
+    return qk
 
+
+@triton.jit
+def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPEC):
+    """A tile's probabilities, the factor of what was summed before, and (row_max, row_sum)."""
     # float32 rows want a relative precision that 16-bit ones would not show.
     IS_EXACT: tl.constexpr = rows.q.dtype == tl.float32
     s = softmax.logits(
-        qk, row_scale, rows.softcap, rows.slopes, rows.pos, offs_n,
+        qk, row_scale, rows.softcap, rows.slopes, rows.pos, tile.offs_n,
         SPEC.HAS_SOFTCAP, IS_EXACT, SPEC.HAS_ALIBI,
     )  # fmt: skip
     if MASKED:
-        s = tl.where(visible, s, float("-inf"))
+        s = tl.where(tile.visible, s, float("-inf"))
     IS_PRODUCT: tl.constexpr = (
         (IS_EXACT or not MASKED) and not SPEC.HAS_SOFTCAP and not SPEC.HAS_ALIBI
     )
@@ -140,13 +140,48 @@ def visit(
         row_max, row_sum, s, qk, row_scale * softmax.unit(IS_EXACT), MASKED, IS_PRODUCT,
         not (SPEC.HAS_SIGNED_SCALE or MASKED), IS_EXACT,
     )  # fmt: skip
+    return round_to(p, rows.q.dtype, SPEC.INTERPRETED), alpha, row_max, row_sum
 
-    p = round_to(p, v.dtype, SPEC.INTERPRETED)
+
+@triton.jit
+def add_values(acc, alpha, p, rows, source, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
+    """alpha acc + p v."""
+    if SPEC.BOXES and source.page_ids is None:
+        v = load_box(source.v, source.head, tile.v_rows, SPEC.BLOCK_N, SPEC.BLOCK_DV)
+        if MASKED:  # boxes reach into the neighbours' rows
+            v = tl.where(tile.ok[:, None], v, 0.0)
+    else:
+        v = load_keys(
+            tile.v_rows, tile.ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC
+        )
     alpha = tl.broadcast_to(alpha[:, None], acc.shape)
-    if IS_EXACT:  # a tile's sum by itself first: shorter chains of roundings
+    if rows.q.dtype == tl.float32:  # a tile's sum by itself first: shorter chains of roundings
         acc = tl.fma(acc, alpha, dot(p, v, None, SPEC.INTERPRETED))
     else:
         acc = dot(p, v, acc * alpha, SPEC.INTERPRETED)
+    return acc
+
+
+@triton.jit
+def visit(
+    acc,
+    row_max,
+    row_sum,
+    row_scale,
+    rows,
+    source,
+    begin,
+    low,
+    high,
+    FORMAT: tl.constexpr,
+    MASKED: tl.constexpr,
+    SPEC,
+):
+    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it."""
+    tile = locate(source, begin, low, high, rows, MASKED, SPEC)
+    qk = multiply_keys(rows, source, tile, FORMAT, MASKED, SPEC)
+    p, alpha, row_max, row_sum = weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED, SPEC)
+    acc = add_values(acc, alpha, p, rows, source, tile, FORMAT, MASKED, SPEC)
     return acc, row_max, row_sum
 
 

@@ -182,9 +182,10 @@ def has_warpgroup_mma(device: Device) -> bool:
 
 def why_no_boxes(problem: Problem, device: Device) -> str:
     """Why packed keys and values cannot be copied as boxes; "" if they can."""
-    has_tma = device.backend == "cuda" and isinstance(device.arch, int) and device.arch >= 90
+    # Other TMA, of sm_120, feeds products that take operands from registers: longer loops.
+    is_fed = has_warpgroup_mma(device) or device.is_interpreter
     refusals = {
-        f"{device.title} has no TMA": not (has_tma or device.is_interpreter),
+        f"{device.title} has no matrix products of what TMA copies": not is_fed,
         "there are no packed keys": not problem.has_new,
         "boxes are for 16-bit numbers": problem.dtype.itemsize != 2,
         f"a head's {problem.head_dim} dims take two boxes": blocks(problem.head_dim)[1] > 0,
