@@ -170,7 +170,9 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
     if SPEC.HAS_ALIBI:
         slope_ptrs = scoring.alibi_slopes + tl.cast(sequence, tl.int64) * scoring.stride_alibi_seq
         slope_ptrs += head * scoring.stride_alibi_head
-        slopes = tl.load(slope_ptrs, mask=row_ok & is_known, other=0.0).to(tl.float32)
+        # Not is_known, which the interpreter would widen to a mask of integers.
+        has_slope = row_ok & (sequence + tl.zeros_like(offs_q) < batch.num_seqs)
+        slopes = tl.load(slope_ptrs, mask=has_slope, other=0.0).to(tl.float32)
     sink = nothing
     if SPEC.HAS_SINK:
         sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0)
