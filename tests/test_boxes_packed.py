@@ -20,8 +20,8 @@ from tritonattn.tuning import store
 from tritonattn.tuning.config import KernelConfig
 
 # Tiles that are small beside the drawn lengths: else all of them would be edges.
-POINTERS = KernelConfig(block_m=16, block_n=16, pack=1, num_warps=4, num_stages=2)
-BOXES = KernelConfig(16, 16, 1, 4, 2, "boxes")
+POINTERS = KernelConfig(block_m=64, block_n=16, pack=1, num_warps=4, num_stages=2)
+BOXES = KernelConfig(64, 16, 1, 4, 2, "boxes")
 PACKED = ["varlen", "prefix"]
 DTYPES = [torch.float16, torch.bfloat16]
 
