@@ -40,6 +40,20 @@ def test_boxes_beside_poison_equal_the_oracle(function: str, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("function", PACKED)
+def test_boxes_that_reach_into_a_neighbour_use_nothing_of_it(function: str, device):
+    case = Case(f"{function}_attention", (7, 48), (7, 30), heads=(2, 1), head_dims=(16, 16))
+    results = []
+    for what in (1.0, float("nan"), float("inf")):
+        args, options = case.build(device)
+        for rows in args[1:3]:  # packed keys and values
+            rows[7:] = what
+        with store.force(BOXES):
+            results.append(getattr(tritonattn, case.function)(*args, **options)[:7])
+    assert bool(results[0].isfinite().all())
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("function", PACKED)
 @settings(max_examples=4)
 @given(data=st.data())
 def test_boxes_equal_the_oracle_with_every_option(function: str, data: Any, device):

@@ -43,8 +43,8 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     for m, n, w, s, p in itertools.product(heights, lengths, warps, stages, sorted(packs)):
         tried.append(KernelConfig(m, n, min(p, m), w, s))
     if is_long and not why_no_boxes(problem, device):
-        # With the usual pack alone: as many again as through pointers.
-        for m, n, w, s in itertools.product(heights, lengths, warps, stages):
+        # With the usual pack alone, and without the deepest pipelines: they would double all this.
+        for m, n, w, s in itertools.product(heights, lengths, warps, stages[:2]):
             pack = min(m, problem.group if problem.max_q < 2 * m else 1)
             tried.append(KernelConfig(m, n, pack, w, s, "boxes"))
     unique = list(dict.fromkeys(tried))
