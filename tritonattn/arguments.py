@@ -1,12 +1,16 @@
-"""Tensors as kernels take them."""
+"""Tensors and numbers as kernels take them."""
 
 from __future__ import annotations
 
 import torch
 
 from . import rules
-from .call import Scale
-from .kernels.tiles import Dequantise, Output, Pages, Partials, Rows
+from .call import Call, Scale
+from .kernels.attention import Masking, Scoring
+from .kernels.tiles import Batch, Dequantise, Output, Pages, Partials, Rows, Table
+from .problem import Problem
+
+NO_LIMIT = 1 << 30  # a window side this long limits nothing; longer ones would overflow int32
 
 
 def rows(tensor: torch.Tensor) -> Rows:
@@ -48,3 +52,48 @@ def bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Whether every row of every tensor starts on 16 bytes."""
     return all(x.data_ptr() % 16 == 0 and rules.keeps_alignment(x) for x in tensors)
+
+
+def table_of(call: Call, problem: Problem) -> Table | None:
+    ids = call.block_table
+    if ids is None:
+        return None
+    stride_seq = ids.stride(0) if ids.dim() == 2 else 0
+    return Table(ids, call.block_indptr, stride_seq, problem.page_size)
+
+
+def batch_of(call: Call, problem: Problem) -> Batch:
+    lens = call.cu_seqlens_k
+    if lens is None:
+        lens = call.context_lens if call.context_lens is not None else call.seq_lens
+    assert lens is not None
+    return Batch(call.cu_seqlens_q, lens, problem.batch, problem.total_q)
+
+
+def masking_of(call: Call, problem: Problem) -> Masking:
+    left, right = call.window_size or (None, None)
+    if problem.mask.causal and not problem.mask.has_tree:
+        right = 0
+    tree = None if call.tree_mask is None else call.tree_mask.view(torch.uint8)
+    strides = (0, 0, 0) if tree is None else (*tree.stride(), tree.shape[1])
+    return Masking(_limit(left), _limit(right), _limit(call.chunk_size), tree, *strides)
+
+
+def scoring_of(call: Call, problem: Problem) -> Scoring:
+    alibi, sinks = call.alibi_slopes, call.sinks
+    stride_alibi = (0, 0)
+    if alibi is not None:
+        stride_alibi = (alibi.stride(0) if alibi.dim() == 2 else 0, alibi.stride(-1))
+    return Scoring(
+        float(problem.head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale),
+        float(call.softcap),
+        None if call.query_scale is None else call.query_scale.contiguous(),
+        alibi,
+        *stride_alibi,
+        sinks,
+        0 if sinks is None else sinks.stride(0),
+    )
+
+
+def _limit(side: int | None) -> int:
+    return NO_LIMIT if side is None or side < 0 else min(side, NO_LIMIT)

@@ -5,9 +5,9 @@ odd stride would compile in the middle of serving.  Here a binary is selected by
 constants, its options and its arguments' dtypes, and by nothing else: no length, batch size or
 stride can cause a compile.  Alignment is a constant that the caller states.
 
-A kernel's runtime arguments are tensors, numbers, None, or named tuples of these; constants may be
-named tuples too.  Integers travel as int32, except the fields of named tuples whose names start
-with ``stride``: these are int64.
+A kernel's runtime arguments are tensors, numbers, None, named tuples of these, or boxes; constants
+may be named tuples too.  Integers travel as int32, except the fields of named tuples whose names
+start with ``stride``: these are int64.  Kernels are Triton's or Gluon's.
 
 A launch costs the host more than a small kernel costs the GPU, so whoever launches often keeps a
 ``Repeat``, which knows all but the tensors' addresses.
@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .boxes import Box
 from .device import Device
 from .errors import UnsupportedError
 
@@ -37,6 +38,16 @@ _TYPES = {
 class Options(NamedTuple):
     num_warps: int = 4
     num_stages: int = 1
+
+
+class Work(NamedTuple):
+    """What is to be launched."""
+
+    kernel: Any
+    grid: int
+    args: tuple
+    constants: Mapping[str, object]
+    options: Options
 
 
 _compiled: dict[tuple, Any] = {}
@@ -146,11 +157,19 @@ def compile_for(
             constexprs[(i,)] = None
         elif isinstance(entry, tuple):
             constexprs |= {(i, j): None for j, part in enumerate(entry) if part == "constexpr"}
-    source = ASTSource(kernel, signature, constexprs)
+    source = _source_of(kernel)(kernel, signature, constexprs)
     target = GPUTarget(device.backend, device.arch, device.warp_size)
     # Stated, as Triton 3.10 changes the default and equal bits are promised.
     stated = {**options._asdict(), "enable_fp_fusion": True}
     return triton.compile(source, target=target, options=stated)
+
+
+def _source_of(kernel) -> type[ASTSource]:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 @atexit.register
@@ -175,6 +194,10 @@ def _type(arg: object, name: str) -> object:
         return "constexpr"
     if isinstance(arg, torch.Tensor):
         return _TYPES[arg.dtype]
+    if isinstance(arg, Box):
+        size = ",".join(map(str, arg.block_shape))
+        layout = "" if arg.layout is None else f",{arg.layout!r}"
+        return f"tensordesc<{_TYPES[arg.dtype][1:]}[{size}]{layout}>"
     if isinstance(arg, tuple):
         return type(arg)(*map(_type, arg, arg._fields))  # type: ignore[attr-defined,arg-type]
     if isinstance(arg, int):
@@ -199,6 +222,10 @@ def _packer(args: tuple) -> tuple[list[int], Callable[..., tuple]]:
         if isinstance(arg, torch.Tensor):
             addresses.append(arg.data_ptr())
             return f"p{len(addresses)}"
+        if isinstance(arg, Box):
+            addresses.append(arg.data_ptr())
+            constants[name := f"c{len(constants)}"] = arg.at
+            return f"{name}(p{len(addresses)})"
         if isinstance(arg, tuple) and _holds_tensor(arg):
             return f"({', '.join(map(display, arg))},)"
         constants[name := f"c{len(constants)}"] = arg
@@ -212,4 +239,4 @@ def _packer(args: tuple) -> tuple[list[int], Callable[..., tuple]]:
 def _holds_tensor(arg: object) -> bool:
     if isinstance(arg, tuple):
         return any(map(_holds_tensor, arg))
-    return isinstance(arg, torch.Tensor)
+    return isinstance(arg, torch.Tensor | Box)

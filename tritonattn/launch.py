@@ -1,30 +1,25 @@
-"""Call, Plan and KernelConfig to grid, scratch and launch."""
+"""Call, Plan and KernelConfig to scratch and launch."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from . import binaries, device, validate
-from .arguments import bytes_if_fp8, dequantise, output, pages, partials, rows
+from . import binaries, device, portable, validate
 from .call import Call
-from .kernels.attention import Masking, Scoring, attention_kernel
-from .kernels.spec import Spec
-from .kernels.splits import Splits
-from .kernels.tiles import Batch, Table
 from .merge import merge_partials
-from .plan import Plan, plan
+from .plan import HOPPER, Plan, plan
+from .portable import Partial
 from .problem import Problem
-from .scratch import take
-from .tuning.config import KernelConfig, blocks, whole_block
+from .scratch import take, take_counters
+from .tuning.config import KernelConfig, whole_block
 from .tuning.store import forced, lookup
-
-_NO_LIMIT = 1 << 30  # a window side this long limits nothing; longer ones would overflow int32
-
 
 # What may be a tensor, in the order in which ``arguments`` takes it.
 _INPUTS = (
@@ -41,7 +36,7 @@ class Ready:
     gpu: device.Device
     plan: Plan
     config: KernelConfig
-    spec: Spec
+    spec: Any  # of the kernel that the configuration is for
 
 
 @dataclass(slots=True)
@@ -55,14 +50,7 @@ class Repeats:
     lse_shape: tuple[int, ...]
     offsets: list[int]  # of the partial results in their scratch, in bytes
     scratch: int  # its size, in float32
-
-
-class Partial(NamedTuple):
-    """``[parts, tokens, heads, dim]``, ``[parts, heads, tokens]`` and ``[heads, tokens]``."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    counts: torch.Tensor
+    counters: int  # int32 zeros beside it
 
 
 _ready: dict[tuple, Ready] = {}
@@ -71,7 +59,7 @@ _READY_LIMIT = 4096
 
 def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a validated call."""
-    key = (_is_aligned(call, problem), forced())
+    key = (*_alignment(call, problem), forced())
     repeats = call.repeats.get(key) if call.repeats is not None else None
     if repeats is None:
         return _first(call, problem, key)
@@ -85,14 +73,19 @@ def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, t
     results = [out.data_ptr()]
     if lse is not None:
         results.append(lse.data_ptr())
-    if repeats.merge is None:
+    if not repeats.offsets:
         repeats.attention(*addresses, *results)
     else:
-        scratch = take(call.q, repeats.scratch, shared=not call.is_operator)
+        shared = not call.is_operator
+        scratch = take(call.q, repeats.scratch, shared=shared)
         start = scratch.data_ptr()
         parts = [start + offset for offset in repeats.offsets]
+        if repeats.counters:
+            counters = take_counters(call.q, repeats.counters, shared=shared)
+            parts.append(counters.data_ptr())
         repeats.attention(*addresses, *results, *parts)
-        repeats.merge(*parts, *results)
+        if repeats.merge is not None:
+            repeats.merge(*parts, *results)
     return out if lse is None else (out, lse)
 
 
@@ -117,20 +110,14 @@ def _first(
     lse = call.lse
     if lse is None and call.return_lse:
         lse = q.new_empty(lse_shape, dtype=torch.float32)
-    parts = ready.plan.num_splits
-    partial = _partial(call, parts, shape) if parts > 1 else None
-    args = arguments(call, problem, ready.plan, config, out, lse, partial)
-    tiles = problem.batch
-    if call.cu_seqlens_q is not None:
-        tiles += total_q // (config.block_m // config.pack) + 1
-    programs_per_tile = problem.num_kv_heads * -(-problem.group // config.pack)
-    attention = binaries.launch(
-        attention_kernel, tiles * programs_per_tile * parts, args,
-        {"SPEC": ready.spec}, binaries.Options(config.num_warps, config.num_stages), ready.gpu,
-        q.device,
-    )  # fmt: skip
+    partial = _partial(call, ready.plan, config, shape)
+    work = kernel_side(config).prepare(
+        call, problem, ready.plan, config, ready.gpu, ready.spec, out, lse, partial
+    )
+    kernel, grid, args, constants, options = work
+    attention = binaries.launch(kernel, grid, args, constants, options, ready.gpu, q.device)
     merge = None
-    if partial is not None:
+    if partial is not None and ready.plan.cut == "parts":
         merge = merge_partials(partial.out, partial.lse, out, lse, ready.gpu, partial.counts)
     if attention is not None and call.repeats is not None:
         names = [name for name in _INPUTS if isinstance(getattr(call, name), torch.Tensor)]
@@ -138,18 +125,31 @@ def _first(
         given = [x.data_ptr() for x in (*inputs(call), out, lse, *(partial or ())) if x is not None]
         # Not so where an argument had to be copied into another layout.
         if repeat.addresses == given:
-            offsets = [x.data_ptr() - partial.out.data_ptr() for x in partial] if partial else []
+            kept = list(partial or ())
+            counters = kept.pop().numel() if ready.plan.cut == "shares" else 0
             call.repeats[key] = Repeats(
                 inputs, repeat, None if merge is None else binaries.Repeat(merge),
-                shape, lse_shape, offsets, sum(x.numel() for x in partial or ()),
+                shape, lse_shape, [x.data_ptr() - kept[0].data_ptr() for x in kept],
+                sum(x.numel() for x in kept), counters,
             )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
-def _partial(call: Call, parts: int, shape: tuple[int, int, int]) -> Partial:
+def _partial(
+    call: Call, plan_: Plan, config: KernelConfig, shape: tuple[int, int, int]
+) -> Partial | None:
     tokens, heads, dim = shape
+    shared = not call.is_operator
+    if plan_.cut == "":
+        return None
+    if plan_.cut == "shares":
+        rows, block_dv = plan_.programs * 2 * config.block_m, whole_block(dim)
+        scratch = take(call.q, rows * (block_dv + 1), shared=shared)
+        out, lse = scratch[: rows * (block_dv + 1)].split((rows * block_dv, rows))
+        return Partial(out, lse, take_counters(call.q, plan_.programs, shared=shared))
+    parts = plan_.num_splits
     sizes = parts * tokens * heads * dim, parts * tokens * heads, tokens * heads
-    scratch = take(call.q, sum(sizes), shared=not call.is_operator)
+    scratch = take(call.q, sum(sizes), shared=shared)
     out, lse, counts = scratch[: sum(sizes)].split(sizes)
     return Partial(
         out.view(parts, tokens, heads, dim), lse.view(parts, heads, tokens),
@@ -157,27 +157,32 @@ def _partial(call: Call, parts: int, shape: tuple[int, int, int]) -> Partial:
     )  # fmt: skip
 
 
-def _is_aligned(call: Call, problem: Problem) -> bool:
-    """Whether all rows that are read or written start on 16 bytes."""
+def _alignment(call: Call, problem: Problem) -> tuple[bool, bool]:
+    """Whether all tensors that are read start on 16 bytes, and whether all rows of ``out`` do."""
     k, v, k_cache, v_cache, out = call.k, call.v, call.k_cache, call.v_cache, call.out
     starts = call.q.data_ptr()
     if k is not None and v is not None:
         starts |= k.data_ptr() | v.data_ptr()
     if k_cache is not None and v_cache is not None:
         starts |= k_cache.data_ptr() | v_cache.data_ptr()
-    if out is not None:
-        starts |= out.data_ptr()
-    return problem.rows_aligned and starts % 16 == 0
+    is_aligned = problem.rows_aligned and (out is None or out.data_ptr() % 16 == 0)
+    return starts % 16 == 0, is_aligned
 
 
-def _get_ready(call: Call, problem: Problem, aligned: bool, config: KernelConfig | None) -> Ready:
-    key = (problem, call.q.device, call.return_lse, call.out is None, aligned, config)
+def _get_ready(
+    call: Call, problem: Problem, starts: bool, aligned: bool, config: KernelConfig | None
+) -> Ready:
+    key = (problem, call.q.device, call.return_lse, call.out is None, starts, aligned, config)
     ready = _ready.get(key)
     if ready is None:
+        if not starts:
+            problem = dataclasses.replace(problem, has_boxes=False)
         gpu = device.describe(call.q.device)
-        plan_ = plan(problem, gpu)
         found = lookup(problem, gpu)
-        if plan_.num_splits > 1:  # partial results in float32, packed
+        plan_ = plan(problem, gpu, found.kernel)
+        if found.kernel != HOPPER:
+            aligned &= starts
+        if plan_.cut == "parts":  # partial results in float32, packed
             aligned &= problem.head_dim_v % 4 == 0
         if call.out is None:
             aligned &= problem.head_dim_v * problem.dtype.itemsize % 16 == 0
@@ -188,68 +193,13 @@ def _get_ready(call: Call, problem: Problem, aligned: bool, config: KernelConfig
     return ready
 
 
-def arguments(
-    call: Call,
-    problem: Problem,
-    plan_: Plan,
-    config: KernelConfig,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    partial: Partial | None,
-) -> tuple:
-    """The attention kernel's run-time arguments, in its order."""
-    k = v = k_cache = v_cache = table = None
-    if call.k is not None and call.v is not None:
-        k, v = rows(call.k), rows(call.v)
-    if call.k_cache is not None and call.v_cache is not None:
-        k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
-    if call.block_table is not None:
-        ids = call.block_table
-        stride_seq = ids.stride(0) if ids.dim() == 2 else 0
-        table = Table(ids, call.block_indptr, stride_seq, problem.page_size)
-    lens = call.cu_seqlens_k
-    if lens is None:
-        lens = call.context_lens if call.context_lens is not None else call.seq_lens
-    assert lens is not None
-    batch = Batch(call.cu_seqlens_q, lens, problem.batch, problem.total_q)
-    left, right = call.window_size or (None, None)
-    if problem.mask.causal and not problem.mask.has_tree:
-        right = 0
-    tree = None if call.tree_mask is None else call.tree_mask.view(torch.uint8)
-    reach = _limit(left), _limit(right), _limit(call.chunk_size)
-    masking = Masking(
-        *reach, tree, *((0, 0, 0) if tree is None else (*tree.stride(), tree.shape[1])),
-    )  # fmt: skip
-    alibi, sinks = call.alibi_slopes, call.sinks
-    stride_alibi = (0, 0)
-    if alibi is not None:
-        stride_alibi = (alibi.stride(0) if alibi.dim() == 2 else 0, alibi.stride(-1))
-    scoring = Scoring(
-        float(problem.head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale),
-        float(call.softcap),
-        None if call.query_scale is None else call.query_scale.contiguous(),
-        alibi,
-        *stride_alibi,
-        sinks,
-        0 if sinks is None else sinks.stride(0),
-    )
-    splits = None
-    if partial is not None:
-        splits = Splits(
-            plan_.num_splits, -(-plan_.split_keys // config.block_n), plan_.programs,
-            -(-plan_.least_keys // config.block_n), _widest(*reach, config.block_m // config.pack),
-        )  # fmt: skip
-    return (
-        rows(call.q), k, v, k_cache, v_cache,
-        dequantise(call.k_scale), dequantise(call.v_scale), table, batch, scoring, masking,
-        output(out, lse), None if partial is None else partials(*partial), splits,
-        problem.num_kv_heads,
-    )  # fmt: skip
+def kernel_side(config: KernelConfig) -> ModuleType:
+    """The module that prepares calls for the configuration's kernel."""
+    if config.kernel == HOPPER:
+        from . import hopper  # for few GPUs
 
-
-def _widest(left: int, right: int, chunk: int, queries: int) -> int:
-    """About how many keys ``queries`` neighbours can see, however many there are."""
-    return min(left + right, chunk, _NO_LIMIT) + queries
+        return hopper
+    return portable
 
 
 def make_spec(
@@ -259,43 +209,6 @@ def make_spec(
     gpu: device.Device,
     has_lse: bool,
     aligned: bool,
-) -> Spec:
+) -> Any:
     """What selects the machine code of a problem under a configuration."""
-    page = problem.page_size
-    mask = problem.mask
-    return Spec(
-        problem.head_dim,
-        problem.head_dim_v,
-        blocks(problem.head_dim, problem.dtype, gpu),
-        whole_block(problem.head_dim_v),
-        config.block_m,
-        config.block_n,
-        config.form,
-        problem.group,
-        config.pack,
-        page if page & (page - 1) == 0 and page <= 1024 else 0,
-        problem.cache_format,
-        gpu.has_native_e4m3,
-        # Beside new keys the queries are there in both formats, for which RDNA has no registers.
-        problem.cache_format != ""
-        and problem.dtype == torch.bfloat16
-        and not (problem.has_new and gpu.backend == "hip"),
-        problem.has_cache,
-        problem.has_new,
-        mask.has_left,
-        mask.has_right,
-        mask.has_chunk,
-        mask.has_tree,
-        problem.has_softcap,
-        problem.has_alibi,
-        problem.has_sinks,
-        problem.has_query_scale,
-        has_lse,
-        plan_.num_splits > 1,
-        aligned,
-        gpu.is_interpreter,
-    )
-
-
-def _limit(side: int | None) -> int:
-    return _NO_LIMIT if side is None or side < 0 else min(side, _NO_LIMIT)
+    return kernel_side(config).make_spec(problem, plan_, config, gpu, has_lse, aligned)

@@ -1,53 +1,119 @@
-"""Problem and Device to Plan: how the keys are split.  No tile sizes here."""
+"""Problem and Device to Plan: which kernel, and how the keys are split.  No tile sizes here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from .device import Device
 from .problem import Problem
 
+PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
+
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
 MIN_SPLIT = 512  # keys that are worth a program of their own
-BUSY = 2  # programs an SM that share a batch's keys evenly
-CROWD = 32  # programs an SM, most of them leaving at once, that a grid has room for
-SCRATCH = 1 << 24  # float32 numbers of partial results
+BUSY = 2  # programs an SM that share a batch's keys
 SHORT = 64  # mean queries a sequence up to which lengths may differ much: decodes and a chunk
+
+HOPPER_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+HOPPER_QUERIES = 96  # mean queries a sequence that fill Hopper's tiles of 128 well enough
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the keys that a tile of queries sees are cut into at most ``num_splits`` parts.
+    """The kernel, and how the keys that a tile of queries sees are cut (``kernels.splits``).
 
-    In parts of ``split_keys`` keys, or else so that all parts of the batch, of at least
-    ``least_keys``, keep ``programs`` programs evenly busy, which the device works out from its
-    lengths; or else, where these are 0, in ``num_splits`` equal ones.
+    ``cut`` "": not at all.  "parts": into at most ``num_splits``, of ``split_keys`` keys or, where
+    that is 0, equal ones.  "shares": ``programs`` programs take equal shares of the whole batch,
+    fewer where shares would have less than ``least_keys`` keys.
     """
 
+    cut: str = ""
     num_splits: int = 1
     split_keys: int = 0
     programs: int = 0
     least_keys: int = 0
+    kernel: str = PORTABLE  # one of KERNELS
+    why: str = field(default="", compare=False)  # the kernel for Hopper was not chosen
 
 
-def plan(problem: Problem, device: Device) -> Plan:
+def plan(problem: Problem, device: Device, kernel: str = "") -> Plan:
+    """``kernel``: the one that a configuration is for; "": the library's choice."""
+    if kernel == HOPPER:
+        return Plan(kernel=HOPPER)
+    split = _split(problem, device)
+    if kernel == PORTABLE:
+        return split
+    why = why_not_hopper(problem, device) or _why_not_worth_it(problem, split)
+    return replace(split, why=why) if why else Plan(kernel=HOPPER)
+
+
+def why_not_hopper(problem: Problem, device: Device) -> str:
+    """Why Hopper's kernel cannot run ``problem``; "" if it can."""
+    dims = problem.head_dim, problem.head_dim_v
+    page = problem.page_size
+    refusals = {
+        f"it is for sm_90, not for {device.title}": (device.backend, device.arch) != ("cuda", 90),
+        "it takes float16 and bfloat16": problem.dtype not in (torch.float16, torch.bfloat16),
+        "the cache is in another dtype than the queries": problem.cache_dtype
+        not in (None, problem.dtype),
+        f"it takes no heads of {dims[0]}/{dims[1]} dims": dims not in HOPPER_DIMS,
+        "every sequence has one query": problem.is_decode,
+        "it knows no tree masks": problem.mask.has_tree,
+        "it knows neither k_scale nor v_scale": problem.has_scales,
+        "softmax_scale is not above 0": not problem.is_positive,
+        f"num_splits is {problem.num_splits}": problem.num_splits > 1,
+        f"pages hold {page} tokens, and no power of two from 8 up": problem.has_cache
+        and (page < 8 or page & (page - 1) != 0),
+        "TMA cannot copy from queries, keys or values with such strides or addresses": (
+            not problem.has_boxes
+        ),
+    }
+    return next((reason for reason, applies in refusals.items() if applies), "")
+
+
+def _why_not_worth_it(problem: Problem, split: Plan) -> str:
+    """Why the portable kernel is the better one, as far as is known before any measurement."""
+    if problem.batch_invariant:
+        # A sequence's bits must not depend on the batch, and how the buffers' size, by which it
+        # would be cut, is rounded may.
+        if problem.has_cache and problem.num_splits != 1:
+            return f"batch_invariant cuts cached keys into parts of {INVARIANT_SPLIT}"
+        return ""
+    if split.cut:
+        return "so few queries leave the GPU idle unless keys are split"
+    mean = min(problem.max_q, problem.total_q // max(1, problem.batch))
+    if mean < HOPPER_QUERIES:
+        return f"sequences have {mean} queries in the mean, fewer than {HOPPER_QUERIES}"
+    return ""
+
+
+def _split(problem: Problem, device: Device) -> Plan:
     if problem.num_splits:
-        return Plan(problem.num_splits)
+        return _parts(problem.num_splits)
     if problem.batch_invariant:
         # A fixed size, so that where a sequence is cut depends on nothing but its own length.
         if problem.function == "varlen_attention":
-            return Plan(1)
-        return Plan(max(1, -(-problem.capacity_k // INVARIANT_SPLIT)), INVARIANT_SPLIT)
-    programs = max(1, problem.total_q * problem.num_kv_heads)
+            return Plan()
+        return _parts(-(-problem.capacity_k // INVARIANT_SPLIT), INVARIANT_SPLIT)
+    tiles = problem.total_q
     if problem.max_q > 1:
         tiles = max(problem.batch, -(-problem.total_q * problem.group // 64))
-        programs = tiles * problem.num_kv_heads
+    programs = max(1, tiles * problem.num_kv_heads)
     busy = BUSY * device.sm_count
-    room = busy
-    if problem.has_cache and problem.total_q <= SHORT * problem.batch:
-        # However many sequences there are, one may be much longer than the others.
-        numbers = problem.total_q * problem.num_kv_heads * problem.group * problem.head_dim_v
-        room = min(CROWD * device.sm_count, programs * (SCRATCH // max(1, numbers)))
-    most = min(room // programs, problem.max_k // MIN_SPLIT, MAX_SPLITS)
-    return Plan(most, programs=busy, least_keys=MIN_SPLIT) if most > 1 else Plan()
+    if device.backend == "hip":
+        # Parts of one tile would meet in caches that its chiplets keep apart.
+        return _parts(min(busy // programs, problem.max_k // MIN_SPLIT, MAX_SPLITS))
+    # Few tiles; or many, of which one may see many more keys than the others.  Key tiles of 16 and
+    # tiles of a single query are counted in int32.
+    work = problem.total_q * problem.num_kv_heads * problem.group * (problem.max_k // 16 + 2)
+    is_short = 2 * programs <= busy or problem.total_q <= SHORT * problem.batch
+    if is_short and work < 1 << 31:
+        return Plan("shares", programs=busy, least_keys=MIN_SPLIT)
+    return Plan()
+
+
+def _parts(num_splits: int, split_keys: int = 0) -> Plan:
+    return Plan("parts", num_splits, split_keys) if num_splits > 1 else Plan()

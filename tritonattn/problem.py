@@ -54,7 +54,10 @@ class Problem:
     has_sinks: bool = False
     has_query_scale: bool = False
     is_decode: bool = False  # one query a sequence, as no cu_seqlens_q says otherwise
+    has_scales: bool = False  # k_scale or v_scale, other than 1
+    is_positive: bool = True  # softmax_scale
     rows_aligned: bool = True  # strides that keep every row on 16 bytes, if its tensor starts there
+    has_boxes: bool = True  # TMA can copy boxes of queries, keys and values, if they start there
     types: tuple[object, ...] = ()  # dtypes of the table and of the options' tensors; None: absent
     batch_invariant: bool = False
     num_splits: int = 0  # 0: the library's choice

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from . import call_rules, rules
+from . import boxes, call_rules, rules
 from .call import Call
 from .errors import bad_type, bad_value
 from .problem import MaskSpec, Problem
@@ -180,6 +180,8 @@ def _problem(
     max_k += sizes.pages * sizes.page_size
     capacity_k += sizes.pages * sizes.page_size
     has_tree = call.tree_mask is not None
+    sources = q, call.k, call.v, call.k_cache, call.v_cache
+    scales = call.k_scale, call.v_scale
     return Problem(
         function=f,
         dtype=q.dtype,
@@ -202,10 +204,10 @@ def _problem(
         has_sinks=call.sinks is not None,
         has_query_scale=call.query_scale is not None,
         is_decode=is_decode,
-        rows_aligned=all(
-            x is None or rules.keeps_alignment(x)
-            for x in (q, call.k, call.v, call.k_cache, call.v_cache, call.out)
-        ),
+        has_scales=any(isinstance(x, _Tensor) or x not in (None, 1) for x in scales),
+        is_positive=call.softmax_scale is None or call.softmax_scale > 0,
+        rows_aligned=all(x is None or rules.keeps_alignment(x) for x in (*sources, call.out)),
+        has_boxes=all(x is None or boxes.has_boxes(x) for x in sources),
         types=tuple(
             x.dtype if isinstance(x, _Tensor) else None
             for x in (

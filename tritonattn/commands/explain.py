@@ -6,7 +6,7 @@ import argparse
 
 from ..device import Device
 from ..errors import UnsupportedError
-from ..plan import plan
+from ..plan import HOPPER, PORTABLE, plan
 from ..tuning import space, store
 from ..tuning.compile import Report
 from ..tuning.store import Found
@@ -17,6 +17,9 @@ from . import shapes
 DESCRIPTION = """\
 Shows the way of a call: the problem, the plan, the configuration and where it comes from, and what
 the compiled kernel takes. With --target no GPU is needed."""
+
+
+KERNEL_NAMES = {PORTABLE: "attention_kernel", HOPPER: "prefill_kernel"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     for task in tasks:
         try:
             found[task] = store.find(task.problem, device)
-            jobs[task] = Job(task.problem, found[task].config, plan(task.problem, device), device)
+            config = found[task].config
+            its_plan = plan(task.problem, device, config.kernel)
+            jobs[task] = Job(task.problem, config, its_plan, device)
         except UnsupportedError as error:
             failures[task] = str(error)
     print(device.title)
@@ -58,34 +63,43 @@ def run(args: argparse.Namespace) -> int:
 def _explain(
     task: Task, found: Found, job: Job, report: Report | str | None, device: Device
 ) -> None:
+    arch = f"sm_{device.arch}" if device.backend == "cuda" else device.arch
+    kernel = KERNEL_NAMES[found.config.kernel]
+    print(f"kernel   {kernel}{_why(task, found, device)}")
     splits, parts = job.plan.num_splits, "in one part"
-    if splits > 1:
+    if job.plan.cut == "parts":
         parts = f"in {splits} parts"
         if job.plan.split_keys:
             parts = f"in parts of {job.plan.split_keys}, at most {splits}"
-        elif job.plan.programs:
-            parts = f"in at most {splits} parts, as the lengths on the device ask for"
+    elif job.plan.cut == "shares":
+        parts = f"in equal shares for {job.plan.programs} programs, by the lengths on the device"
     print(f"plan     keys {parts}")
     print(f"bucket   {task.family} {task.key}")
     print(f"config   {space.describe(found.config)}")
     print(f"from     {origin(found)}")
     if report is None:
         return
-    arch = f"sm_{device.arch}" if device.backend == "cuda" else device.arch
     if isinstance(report, str):
-        print(f"binary   attention_kernel for {arch}: {report}")
+        print(f"binary   {kernel} for {arch}: {report}")
         return
     spills = f"{report.spill_bytes} bytes spilled" if report.spill_bytes else "no spills"
     if report.spills_in_loops:
         spills += f", {report.spills_in_loops} instructions of it in loops"
     columns = f", {report.tensor_memory} columns of tensor memory" if report.tensor_memory else ""
     print(
-        f"binary   attention_kernel for {arch}: {report.registers} registers, "
+        f"binary   {kernel} for {arch}: {report.registers} registers, "
         f"{report.shared / 1024:.1f} of {device.shared_memory / 1024:.0f} KiB shared memory"
         f"{columns}, {spills}"
     )
-    if splits > 1:
+    if job.plan.cut == "parts":
         print("         merge_kernel, which joins the parts of what was cut")
+
+
+def _why(task: Task, found: Found, device: Device) -> str:
+    """Why not Hopper's kernel, where that is a question."""
+    if found.config.kernel == HOPPER or (device.backend, device.arch) != ("cuda", 90):
+        return ""
+    return f": {plan(task.problem, device).why or 'as its configuration says'}"
 
 
 def origin(found: Found) -> str:

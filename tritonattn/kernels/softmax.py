@@ -117,12 +117,31 @@ def start(sink, HAS_SINK: tl.constexpr, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def step(row_max, row_sum, s, MASKED: tl.constexpr):
+def step(
+    row_max,
+    row_sum,
+    s,
+    qk,
+    factor,
+    MASKED: tl.constexpr,
+    IS_PRODUCT: tl.constexpr,
+    IS_RISING: tl.constexpr,
+):
     """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed
-    before, and the new (row_max, row_sum)."""
-    m_new = tl.maximum(row_max, tl.max(s, 1))
+    before, and the new (row_max, row_sum).
+
+    IS_PRODUCT: s = qk factor, none of it masked: the difference from the maximum needs no s.
+    IS_RISING: nor does the maximum, as no factor is negative.
+    """
+    highest = tl.max(qk, 1) * factor if IS_PRODUCT and IS_RISING else tl.max(s, 1)
+    m_new = tl.maximum(row_max, highest)
     shift = finite(m_new) if MASKED else m_new
-    p = power(s - shift[:, None], False)
+    if IS_PRODUCT:
+        below = tl.broadcast_to(-shift[:, None], qk.shape)
+        d = tl.fma(qk, tl.broadcast_to(factor[:, None], qk.shape), below)
+    else:
+        d = s - shift[:, None]
+    p = power(d, False)
     alpha = power(row_max - shift, False)
     return p, alpha, m_new, row_sum * alpha + tl.sum(p, 1)
 

@@ -19,7 +19,6 @@ class Spec(NamedTuple):
     BLOCK_DV: int
     BLOCK_M: int  # rows of a tile: (token, head) pairs, heads fastest
     BLOCK_N: int  # keys of a tile
-    FORM: str  # of the loop over keys that all rows see: "textbook", "qk-lead" or "pv-lag"
     GROUP: int  # query heads a KV head
     PACK: int  # of these, heads in one tile
     PAGE_SIZE: int  # 0: a run-time value, for pages that are no power of two
@@ -36,7 +35,10 @@ class Spec(NamedTuple):
     HAS_ALIBI: bool
     HAS_SINK: bool
     HAS_QUERY_SCALE: bool
+    HAS_SIGNED_SCALE: bool  # a scale may be negative
     HAS_LSE: bool
-    SPLIT: bool  # a tile's keys may be cut into parts
+    SPLIT: str  # how a tile's keys may be cut: "" not at all, "parts" or "shares"
+    SHARE_ROWS: int  # rows of a tile that can hold a query, where it is merged from shares
     ALIGNED: bool  # every row starts on 16 bytes
+    BOXES: bool  # packed keys and values come as descriptors [heads, tokens, dim]
     INTERPRETED: bool

@@ -7,11 +7,14 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import decode, round_to
-from .tiles import dot, load_tile, page_slots
+from .tiles import dot, load_box, load_tile, page_slots
 
 
 class Source(NamedTuple):
-    """Keys and values of one sequence and one KV head; key ``first`` is the source's first."""
+    """Keys and values of one sequence and one KV head; key ``first`` is the source's first.
+
+    ``k`` and ``v`` are pointers to the head's rows, or descriptors of packed rows of all heads.
+    """
 
     k: object
     v: object
@@ -22,6 +25,8 @@ class Source(NamedTuple):
     page_ids: object  # None: the rows are packed
     table: object
     first: object
+    row: object  # of descriptors: the first key's row
+    head: object
 
 
 class Tile(NamedTuple):
@@ -30,7 +35,7 @@ class Tile(NamedTuple):
     offs_n: object
     ok: object  # those that may be read
     visible: object  # [BLOCK_M, BLOCK_N]
-    k_rows: object  # pointers
+    k_rows: object  # pointers, or the first row of a box
     v_rows: object
 
 
@@ -87,6 +92,9 @@ def locate(source, begin, low, high, rows, MASKED: tl.constexpr, SPEC):
         page, slot = page_slots(source.page_ids, source.table, offs_n, ok, SPEC.PAGE_SIZE, MASKED)
         k_rows = source.k + page * source.k_stride_page + slot * source.k_stride_token
         v_rows = source.v + page * source.v_stride_page + slot * source.v_stride_token
+    elif SPEC.BOXES:
+        k_rows = source.row + (begin - source.first)
+        v_rows = k_rows
     else:
         token = (offs_n - source.first).to(tl.int64)
         k_rows = source.k + token * source.k_stride_token
@@ -96,19 +104,23 @@ def locate(source, begin, low, high, rows, MASKED: tl.constexpr, SPEC):
 
 @triton.jit
 def multiply_block(
-    rows, tile, INDEX: tl.constexpr, qk, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC
+    rows, source, tile, INDEX: tl.constexpr, qk, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC
 ):
     """q k^T [BLOCK_M, BLOCK_N] over the dims of one of BLOCKS, added to ``qk``; None: zero."""
-    k = load_keys(
-        tile.k_rows, tile.ok, INDEX * SPEC.BLOCKS[0], SPEC.BLOCKS[INDEX], SPEC.HEAD_DIM, FORMAT,
-        rows.q[INDEX].dtype, MASKED, SPEC,
-    )  # fmt: skip
+    if SPEC.BOXES and source.page_ids is None:
+        k = load_box(source.k, source.head, tile.k_rows, SPEC.BLOCK_N, SPEC.BLOCKS[INDEX])
+    else:
+        k = load_keys(
+            tile.k_rows, tile.ok, INDEX * SPEC.BLOCKS[0], SPEC.BLOCKS[INDEX], SPEC.HEAD_DIM, FORMAT,
+            rows.q[INDEX].dtype, MASKED, SPEC,
+        )  # fmt: skip
     return dot(rows.q[INDEX], tl.trans(k), qk, SPEC.INTERPRETED)
 
 
 @triton.jit
 def multiply_blocks(
     rows,
+    source,
     tile,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
@@ -116,28 +128,28 @@ def multiply_blocks(
     MASKED: tl.constexpr,
     SPEC,
 ):
-    """q k^T over some of BLOCKS, each summed by itself and then in pairs, which rounds less than
-    one long sum."""
+    """q k^T over COUNT blocks, each summed by itself and then in pairs: that rounds less than one
+    long sum."""
     if COUNT == 1:
-        qk = multiply_block(rows, tile, FIRST, None, FORMAT, MASKED, SPEC)
+        qk = multiply_block(rows, source, tile, FIRST, None, FORMAT, MASKED, SPEC)
     else:
         HALF: tl.constexpr = COUNT // 2
-        qk = multiply_blocks(rows, tile, FIRST, HALF, FORMAT, MASKED, SPEC)
-        more = multiply_blocks(rows, tile, FIRST + HALF, COUNT - HALF, FORMAT, MASKED, SPEC)
+        qk = multiply_blocks(rows, source, tile, FIRST, HALF, FORMAT, MASKED, SPEC)
+        more = multiply_blocks(rows, source, tile, FIRST + HALF, COUNT - HALF, FORMAT, MASKED, SPEC)
         # Not a plain sum: Triton makes dot(a, b, 0) + c the long sum dot(a, b, c).
         qk = tl.fma(qk, tl.full(qk.shape, 1.0, tl.float32), more)
     return qk
 
 
 @triton.jit
-def multiply_keys(rows, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
+def multiply_keys(rows, source, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
     """q k^T [BLOCK_M, BLOCK_N]."""
     if rows.q[0].dtype == tl.float32:
-        qk = multiply_blocks(rows, tile, 0, len(SPEC.BLOCKS), FORMAT, MASKED, SPEC)
+        qk = multiply_blocks(rows, source, tile, 0, len(SPEC.BLOCKS), FORMAT, MASKED, SPEC)
     else:
-        qk = multiply_block(rows, tile, 0, None, FORMAT, MASKED, SPEC)
+        qk = multiply_block(rows, source, tile, 0, None, FORMAT, MASKED, SPEC)
         for i in tl.static_range(1, len(SPEC.BLOCKS)):
-            qk = multiply_block(rows, tile, i, qk, FORMAT, MASKED, SPEC)
+            qk = multiply_block(rows, source, tile, i, qk, FORMAT, MASKED, SPEC)
     return qk
 
 
@@ -157,17 +169,26 @@ def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPE
         )  # fmt: skip
         if MASKED:
             s = tl.where(tile.visible, s, float("-inf"))
-        p, alpha, row_max, row_sum = softmax.step(row_max, row_sum, s, MASKED)
+        IS_PRODUCT: tl.constexpr = not (MASKED or SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI)
+        p, alpha, row_max, row_sum = softmax.step(
+            row_max, row_sum, s, qk, row_scale * softmax.LOG2E, MASKED, IS_PRODUCT,
+            not SPEC.HAS_SIGNED_SCALE,
+        )  # fmt: skip
     return round_to(p, rows.q[0].dtype, SPEC.INTERPRETED), alpha, row_max, row_sum
 
 
 @triton.jit
-def add_values(acc, alpha, p, rows, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
+def add_values(acc, alpha, p, rows, source, tile, FORMAT: tl.constexpr, MASKED: tl.constexpr, SPEC):
     """alpha acc + p v."""
-    v = load_keys(
-        tile.v_rows, tile.ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q[0].dtype,
-        MASKED, SPEC,
-    )  # fmt: skip
+    if SPEC.BOXES and source.page_ids is None:
+        v = load_box(source.v, source.head, tile.v_rows, SPEC.BLOCK_N, SPEC.BLOCK_DV)
+        if MASKED:  # boxes reach into the neighbours' rows
+            v = tl.where(tile.ok[:, None], v, 0.0)
+    else:
+        v = load_keys(
+            tile.v_rows, tile.ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q[0].dtype,
+            MASKED, SPEC,
+        )  # fmt: skip
     alpha = tl.broadcast_to(alpha[:, None], acc.shape)
     if rows.q[0].dtype == tl.float32:  # a tile's sum by itself first: shorter chains of roundings
         acc = tl.fma(acc, alpha, dot(p, v, None, SPEC.INTERPRETED))
@@ -187,68 +208,15 @@ def visit(
     begin,
     low,
     high,
-    qk,  # None: not known yet
     FORMAT: tl.constexpr,
     MASKED: tl.constexpr,
     SPEC,
 ):
     """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it."""
     tile = locate(source, begin, low, high, rows, MASKED, SPEC)
-    if qk is None:
-        qk = multiply_keys(rows, tile, FORMAT, MASKED, SPEC)
+    qk = multiply_keys(rows, source, tile, FORMAT, MASKED, SPEC)
     p, alpha, row_max, row_sum = weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED, SPEC)
-    acc = add_values(acc, alpha, p, rows, tile, FORMAT, MASKED, SPEC)
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def overlap(
-    acc,
-    row_max,
-    row_sum,
-    row_scale,
-    rows,
-    source,
-    start,
-    end,
-    FORMAT: tl.constexpr,
-    SPEC,
-):
-    """One or more tiles, start..end, that every row sees whole.
-
-    While a tile is weighed the matrix units would rest.  "qk-lead" gives them the next tile's q k
-    for that time, "pv-lag" the p v of the tile before.
-    """
-    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    first = locate(source, start, start, end, rows, False, SPEC)
-    qk = multiply_keys(rows, first, FORMAT, False, SPEC)
-    if SPEC.FORM == "qk-lead":
-        for begin in tl.range(start, end - BLOCK_N, BLOCK_N):
-            tile = locate(source, begin + BLOCK_N, start, end, rows, False, SPEC)
-            ahead = multiply_keys(rows, tile, FORMAT, False, SPEC)
-            acc, row_max, row_sum = visit(
-                acc, row_max, row_sum, row_scale, rows, source, begin, start, end, qk,
-                FORMAT, False, SPEC,
-            )  # fmt: skip
-            qk = ahead
-        acc, row_max, row_sum = visit(
-            acc, row_max, row_sum, row_scale, rows, source, end - BLOCK_N, start, end, qk,
-            FORMAT, False, SPEC,
-        )  # fmt: skip
-    else:
-        p, alpha, row_max, row_sum = weigh(
-            row_max, row_sum, row_scale, rows, first, qk, False, SPEC
-        )
-        for begin in tl.range(start + BLOCK_N, end, BLOCK_N):
-            tile = locate(source, begin, start, end, rows, False, SPEC)
-            products = multiply_keys(rows, tile, FORMAT, False, SPEC)
-            before = locate(source, begin - BLOCK_N, start, end, rows, False, SPEC)
-            acc = add_values(acc, alpha, p, rows, before, FORMAT, False, SPEC)
-            p, alpha, row_max, row_sum = weigh(
-                row_max, row_sum, row_scale, rows, tile, products, False, SPEC
-            )
-        last = locate(source, end - BLOCK_N, start, end, rows, False, SPEC)
-        acc = add_values(acc, alpha, p, rows, last, FORMAT, False, SPEC)
+    acc = add_values(acc, alpha, p, rows, source, tile, FORMAT, MASKED, SPEC)
     return acc, row_max, row_sum
 
 
@@ -267,13 +235,47 @@ def attend(
     FORMAT: tl.constexpr,
     SPEC,
 ):
-    """All tiles of one source's keys low..high: first the edges, masked, then the interior that
-    every row sees."""
+    """All tiles of one source's keys low..high, of which full_low..full_high are seen by every
+    row."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     start = low
     if source.page_ids is not None:
         start = low // BLOCK_N * BLOCK_N  # whole pages a tile
     end = start + tl.cdiv(tl.maximum(high - start, 0), BLOCK_N) * BLOCK_N
+    if SPEC.HAS_CACHE and SPEC.BLOCK_M <= 32:
+        # Few rows wait for memory, not for masks: one loop is one pipeline to fill, not two.
+        for begin in tl.range(start, end, BLOCK_N):
+            acc, row_max, row_sum = visit(
+                acc, row_max, row_sum, row_scale, rows, source,
+                begin, low, high, FORMAT, True, SPEC,
+            )  # fmt: skip
+    else:
+        acc, row_max, row_sum = attend_by_kinds(
+            acc, row_max, row_sum, row_scale, rows, source,
+            low, high, full_low, full_high, start, end, FORMAT, SPEC,
+        )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_by_kinds(
+    acc,
+    row_max,
+    row_sum,
+    row_scale,
+    rows,
+    source,
+    low,
+    high,
+    full_low,
+    full_high,
+    start,
+    end,
+    FORMAT: tl.constexpr,
+    SPEC,
+):
+    """First the edges, masked, then the interior that every row sees."""
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     full_low = tl.maximum(full_low, low)
     full_high = tl.minimum(full_high, high)
     full_start = start + tl.cdiv(full_low - start, BLOCK_N) * BLOCK_N
@@ -284,18 +286,12 @@ def attend(
     for i in tl.range(0, edges):
         begin = tl.where(i < before, start + i * BLOCK_N, full_end + (i - before) * BLOCK_N)
         acc, row_max, row_sum = visit(
-            acc, row_max, row_sum, row_scale, rows, source, begin, low, high, None,
-            FORMAT, True, SPEC,
+            acc, row_max, row_sum, row_scale, rows, source,
+            begin, low, high, FORMAT, True, SPEC,
         )  # fmt: skip
-    if SPEC.FORM != "textbook":
-        if full_start < full_end:
-            acc, row_max, row_sum = overlap(
-                acc, row_max, row_sum, row_scale, rows, source, full_start, full_end, FORMAT, SPEC
-            )
-    else:
-        for begin in tl.range(full_start, full_end, BLOCK_N):
-            acc, row_max, row_sum = visit(
-                acc, row_max, row_sum, row_scale, rows, source, begin, low, high, None,
-                FORMAT, False, SPEC,
-            )  # fmt: skip
+    for begin in tl.range(full_start, full_end, BLOCK_N):
+        acc, row_max, row_sum = visit(
+            acc, row_max, row_sum, row_scale, rows, source,
+            begin, low, high, FORMAT, False, SPEC,
+        )  # fmt: skip
     return acc, row_max, row_sum

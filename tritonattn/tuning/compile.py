@@ -67,19 +67,19 @@ def example_call(problem: Problem) -> Call:
 
 def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device: Device) -> Report:
     """Compile the attention kernel for ``device``; raises what Triton's compiler raises."""
-    from ..kernels.attention import attention_kernel
-    from ..launch import Partial, arguments, make_spec
+    from ..launch import kernel_side
+    from ..portable import Partial
 
     call = example_call(problem)
     assert call.out is not None
     partial = None
-    if plan.num_splits > 1:
+    if plan.cut:
         lse, counts = torch.empty(1, call.out.shape[1], 1), torch.zeros(1, 1).int()
         partial = Partial(call.out[None].float(), lse, counts)
-    args = arguments(call, problem, plan, config, call.out, None, partial)
-    spec = make_spec(problem, plan, config, device, False, problem.rows_aligned)
-    options = binaries.Options(config.num_warps, config.num_stages)
-    binary = binaries.compile_for(attention_kernel, args, {"SPEC": spec}, options, device)
+    side = kernel_side(config)
+    spec = side.make_spec(problem, plan, config, device, False, problem.rows_aligned)
+    work = side.prepare(call, problem, plan, config, device, spec, call.out, None, partial)
+    binary = binaries.compile_for(work.kernel, work.args, work.constants, work.options, device)
     return report(binary)
 
 

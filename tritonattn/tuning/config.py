@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass, fields
 
 import torch
 
 from ..device import Device
+from ..plan import HOPPER, KERNELS, PORTABLE, why_not_hopper
 from ..problem import Problem
 
-# The order of the loop over keys that every row of a tile sees; kernels/walk.py says what each is.
-FORMS = ("textbook", "qk-lead", "pv-lag")
+# "boxes": packed keys and values are copied by TMA instead of through pointers.  A form of Hopper's
+# kernel is a set of switches, which kernels/hopper/spec.py explains.
+FORMS = ("textbook", "boxes")
+HOPPER_SWITCHES = ("early", "turns", "lanes")
+HOPPER_FORMS = tuple(
+    "+".join(names) or "plain"
+    for count in range(len(HOPPER_SWITCHES) + 1)
+    for names in itertools.combinations(HOPPER_SWITCHES, count)
+)
+FORMS_OF = {PORTABLE: FORMS, HOPPER: HOPPER_FORMS}
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,8 @@ class KernelConfig:
     pack: int  # query heads of one KV head in a tile
     num_warps: int
     num_stages: int
-    form: str = "textbook"  # one of FORMS
+    form: str = "textbook"  # one of its kernel's
+    kernel: str = PORTABLE  # one of KERNELS
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -35,16 +46,18 @@ class KernelConfig:
     def from_json(cls, text: str) -> KernelConfig:
         """Read one entry; raise ValueError for anything but a configuration's fields.
 
-        One without a form is from before there were any.
+        One without a form or a kernel is from before there were several.
         """
         data = json.loads(text)
         kinds = {field.name: int if field.type == "int" else str for field in fields(cls)}
         if isinstance(data, dict):
-            data.setdefault("form", cls.form)
+            data = {"form": cls.form, "kernel": cls.kernel} | data
         if not isinstance(data, dict) or sorted(data) != sorted(kinds):
             raise ValueError(f"a configuration has the fields {[*kinds]}; got {text}")
         if any(type(data[name]) is not kind for name, kind in kinds.items()):
-            raise ValueError(f"a configuration's fields are integers and a form's name; got {text}")
+            raise ValueError(
+                f"a configuration's fields are integers, a form's name and a kernel's; got {text}"
+            )
         return cls(**data)
 
 
@@ -74,17 +87,39 @@ def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
     """Why ``config`` cannot run ``problem`` on ``device``; "" if it can."""
     if reason := out_of_range(config):
         return reason
+    if config.kernel == HOPPER:
+        return why_not_hopper(problem, device) or _unfit_for_hopper(config, problem, device)
     if not 1 <= config.pack <= min(config.block_m, problem.group):
         return f"pack must be from 1 to min(block_m, heads a KV head); got {config.pack}"
+    if config.form == "boxes" and (reason := why_no_boxes(problem, device)):
+        return reason
     width = config.block_n + whole_block(problem.head_dim_v)
     sums = config.block_m * width // (32 * config.num_warps)
     # Blackwell's data-centre GPUs keep sums in a memory of their own, AMD's have 512 registers.
     if device.backend == "cuda" and device.arch not in (100, 103, 110) and sums > 255:
         return f"needs {sums} registers a thread for sums alone, of 255"
+    return _too_large(config, problem, device)
+
+
+def _too_large(config: KernelConfig, problem: Problem, device: Device) -> str:
     needed = shared_memory(config, problem, device)
     if needed > device.shared_memory:
         return f"needs {needed} bytes of shared memory; {device.title} has {device.shared_memory}"
     return ""
+
+
+def _unfit_for_hopper(config: KernelConfig, problem: Problem, device: Device) -> str:
+    fixed = {"block_m": 128, "pack": 1, "num_warps": 4}
+    for name, value in fixed.items():
+        if getattr(config, name) != value:
+            return f"{name} must be {value} for Hopper's kernel; got {getattr(config, name)}"
+    if config.num_stages < 2:
+        return f"num_stages must be at least 2 for Hopper's kernel; got {config.num_stages}"
+    # Of a consumer's 240 registers the sums, the scores and the probabilities take these.
+    sums, scores = hopper_block(problem.head_dim_v) // 2, config.block_n // 2
+    if config.block_n < 64 or sums + scores + scores // 2 > 192:
+        return f"block_n {config.block_n} is not for values of {problem.head_dim_v} dims"
+    return _too_large(config, problem, device)
 
 
 def out_of_range(config: KernelConfig) -> str:
@@ -97,8 +132,11 @@ def out_of_range(config: KernelConfig) -> str:
         return f"num_stages must be from 1 to 8; got {config.num_stages}"
     if config.pack < 1:
         return f"pack must be at least 1; got {config.pack}"
-    if config.form not in FORMS:
-        return f"form must be one of {', '.join(FORMS)}; got {config.form!r}"
+    if config.kernel not in KERNELS:
+        return f"kernel must be one of {', '.join(KERNELS)}; got {config.kernel!r}"
+    forms = FORMS_OF[config.kernel]
+    if config.form not in forms:
+        return f"form must be one of {', '.join(forms)}; got {config.form!r}"
     return ""
 
 
@@ -110,6 +148,8 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
     """
     if device.is_interpreter:
         return 0
+    if config.kernel == HOPPER:
+        return _shared_by_hopper(config, problem)
     itemsize = problem.dtype.itemsize
     m, n, stages = config.block_m, config.block_n, config.num_stages
     d, dv = sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
@@ -146,3 +186,40 @@ def has_tensor_cores(device: Device) -> bool:
 def has_warpgroup_mma(device: Device) -> bool:
     """Whether matrix products read shared memory and leave registers to their sums."""
     return device.backend == "cuda" and isinstance(device.arch, int) and 90 <= device.arch < 120
+
+
+def why_no_boxes(problem: Problem, device: Device) -> str:
+    """Why packed keys and values cannot be copied as boxes; "" if they can."""
+    # Other TMA, of sm_120, feeds products that take operands from registers: longer loops.
+    is_fed = has_warpgroup_mma(device) or device.is_interpreter
+    refusals = {
+        f"{device.title} has no matrix products of what TMA copies": not is_fed,
+        "there are no packed keys": not problem.has_new,
+        "boxes are for 16-bit numbers": problem.dtype.itemsize != 2,
+        f"a head's {problem.head_dim} dims take two boxes": len(
+            blocks(problem.head_dim, problem.dtype, device)
+        )
+        > 1,
+        "TMA cannot copy from tensors with such strides or addresses": not problem.has_boxes,
+    }
+    return next((reason for reason, applies in refusals.items() if applies), "")
+
+
+# Hopper's kernel
+
+
+def hopper_block(dim: int) -> int:
+    """The power of two that covers a head's dims, of rows of at least 128 bytes."""
+    return max(64, whole_block(dim))
+
+
+def hopper_q_slots(problem: Problem) -> int:
+    """Query tiles in shared memory: the next one's beside the one at work, where there is room."""
+    return 2 if hopper_block(problem.head_dim) <= 128 else 1
+
+
+def _shared_by_hopper(config: KernelConfig, problem: Problem) -> int:
+    d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
+    queries = hopper_q_slots(problem) * config.block_m * d
+    keys = config.num_stages * config.block_n * (d + dv)
+    return 2 * (queries + keys) + 2048

@@ -16,12 +16,14 @@ import torch
 
 from ..device import Device
 from ..errors import UnsupportedError, dtype_name
+from ..plan import HOPPER, plan
 from ..problem import Problem
 from .config import (
     KernelConfig,
     blocks,
     has_tensor_cores,
     has_warpgroup_mma,
+    hopper_block,
     invalid,
     whole_block,
 )
@@ -36,6 +38,7 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+    form: str = KernelConfig.form
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,13 +49,17 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
         rows = max(16, min(128, _power(problem.max_q * problem.group)))
         return KernelConfig(rows, 64, min(problem.group, rows), 4, 1)
 
+    if plan(problem, device).kernel == HOPPER:
+        return _hopper(problem)
     queries = problem.max_q
     if problem.batch_invariant:
         # Nothing that depends on the batch may choose: not the bound on its queries either.
         queries = 1 if problem.is_decode else MANY
     for tile in _smaller(_best(problem, device, queries * problem.group)):
         pack = problem.group if queries < 2 * tile.rows else 1
-        config = KernelConfig(tile.rows, tile.keys, min(pack, tile.rows), tile.warps, tile.stages)
+        config = KernelConfig(
+            tile.rows, tile.keys, min(pack, tile.rows), tile.warps, tile.stages, tile.form
+        )
         if not invalid(config, problem, device):
             return config
     way_out = "float16 or bfloat16, or " if problem.dtype == torch.float32 else ""
@@ -96,6 +103,13 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2)
 
 
+def _hopper(problem: Problem) -> KernelConfig:
+    """As large a tile as registers allow, and keys in flight in as much memory as there is."""
+    d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
+    keys, stages = (128, 4 if d == 64 else 2) if d <= 128 else (64, 3 if dv <= 128 else 2)
+    return KernelConfig(128, keys, 1, 4, stages, "plain", HOPPER)
+
+
 def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:
     is_float32 = problem.dtype == torch.float32
     if device.warp_size == 32:
@@ -132,7 +146,7 @@ def _smaller(tile: Tile) -> Iterator[Tile]:
     while rows >= 16:
         while keys >= 16:
             for stages in range(tile.stages, 0, -1):
-                yield Tile(rows, keys, tile.warps, stages)
+                yield Tile(rows, keys, tile.warps, stages, tile.form)
             keys //= 2
         rows, keys = rows // 2, tile.keys
 

@@ -1,0 +1,176 @@
+"""A call for the portable kernel: its binary, grid and arguments."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .arguments import (
+    NO_LIMIT,
+    batch_of,
+    bytes_if_fp8,
+    dequantise,
+    masking_of,
+    output,
+    pages,
+    partials,
+    rows,
+    scoring_of,
+    table_of,
+)
+from .binaries import Options, Work
+from .boxes import Box, box
+from .call import Call
+from .device import Device
+from .kernels.attention import Masking, attention_kernel
+from .kernels.spec import Spec
+from .kernels.splits import Shares, Splits
+from .plan import Plan
+from .problem import Problem
+from .tuning.config import KernelConfig, blocks, whole_block
+
+
+class Partial(NamedTuple):
+    """Memory for results over some of a tile's keys.
+
+    Of parts: ``[parts, tokens, heads, dim]``, ``[parts, heads, tokens]`` and ``[heads, tokens]``;
+    of shares: ``[programs, 2, block_m, block_dv]``, ``[programs, 2, block_m]`` and, zero when idle,
+    ``[programs]``.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    counts: torch.Tensor
+
+
+def prepare(
+    call: Call,
+    problem: Problem,
+    plan: Plan,
+    config: KernelConfig,
+    gpu: Device,
+    spec: Spec,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial: Partial | None,
+) -> Work:
+    tiles = problem.batch
+    if call.cu_seqlens_q is not None:
+        tiles += problem.total_q // (config.block_m // config.pack) + 1
+    tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
+    grid = tiles * plan.num_splits
+    if plan.cut == "shares" and tiles > 0:
+        grid = plan.programs
+    return Work(
+        attention_kernel, grid,
+        _arguments(call, problem, plan, config, spec, out, lse, partial), {"SPEC": spec},
+        Options(config.num_warps, config.num_stages),
+    )  # fmt: skip
+
+
+def _arguments(
+    call: Call,
+    problem: Problem,
+    plan: Plan,
+    config: KernelConfig,
+    spec: Spec,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial: Partial | None,
+) -> tuple:
+    k: Any = None
+    v: Any = None
+    k_cache = v_cache = None
+    splits: Splits | Shares | None = None
+    if call.k is not None and call.v is not None:
+        k, v = rows(call.k), rows(call.v)
+        if spec.BOXES:
+            k, v = (_boxed(x, spec, call.q) for x in (call.k, call.v))
+    if call.k_cache is not None and call.v_cache is not None:
+        k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
+    masking = masking_of(call, problem)
+    parts = None
+    if partial is not None and plan.cut == "parts":
+        parts = partials(*partial)
+        splits = Splits(plan.num_splits, -(-plan.split_keys // config.block_n))
+    elif partial is not None:
+        least = -(-plan.least_keys // config.block_n)
+        splits = Shares(*partial, least, _widest(masking, config.block_m // config.pack))
+    return (
+        rows(call.q), k, v, k_cache, v_cache,
+        dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),
+        batch_of(call, problem), scoring_of(call, problem), masking, output(out, lse),
+        parts, splits, problem.num_kv_heads,
+    )  # fmt: skip
+
+
+def _boxed(tensor: torch.Tensor, spec: Spec, spare: torch.Tensor) -> Box | TensorDescriptor:
+    """Packed keys or values ``[tokens, heads, dim]`` as ``[heads, tokens, dim]``, by tiles of one
+    head."""
+    block = (1, spec.BLOCK_N, whole_block(tensor.shape[2]))
+    made = box(tensor.transpose(0, 1), block, None, spare)
+    if not spec.INTERPRETED:
+        return made
+    base = tensor if tensor.numel() else spare
+    return TensorDescriptor(base, [*made.shape], [*made.strides], [*block])
+
+
+def _widest(masking: Masking, queries: int) -> int:
+    """About how many keys ``queries`` neighbours can see, however many there are."""
+    left, right, chunk = cast(tuple[int, int, int], masking[:3])
+    return min(left + right, chunk, NO_LIMIT) + queries
+
+
+def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:
+    if plan.cut != "shares":
+        return 0
+    return 1 << (config.pack - 1).bit_length() if problem.is_decode else config.block_m
+
+
+def make_spec(
+    problem: Problem,
+    plan: Plan,
+    config: KernelConfig,
+    gpu: Device,
+    has_lse: bool,
+    aligned: bool,
+) -> Spec:
+    """What selects the machine code of a problem under a configuration."""
+    page = problem.page_size
+    mask = problem.mask
+    return Spec(
+        problem.head_dim,
+        problem.head_dim_v,
+        blocks(problem.head_dim, problem.dtype, gpu),
+        whole_block(problem.head_dim_v),
+        config.block_m,
+        config.block_n,
+        problem.group,
+        config.pack,
+        page if page & (page - 1) == 0 and page <= 1024 else 0,
+        problem.cache_format,
+        gpu.has_native_e4m3,
+        # Beside new keys the queries are there in both formats, for which RDNA has no registers.
+        problem.cache_format != ""
+        and problem.dtype == torch.bfloat16
+        and not (problem.has_new and gpu.backend == "hip"),
+        problem.has_cache,
+        problem.has_new,
+        mask.has_left,
+        mask.has_right,
+        mask.has_chunk,
+        mask.has_tree,
+        problem.has_softcap,
+        problem.has_alibi,
+        problem.has_sinks,
+        problem.has_query_scale,
+        not problem.is_positive or problem.has_scales or problem.has_query_scale,
+        has_lse,
+        plan.cut,
+        _share_rows(problem, plan, config),
+        aligned,
+        config.form == "boxes",
+        gpu.is_interpreter,
+    )
