@@ -139,8 +139,8 @@ def _plain(problem: Problem, device: Device, width: int, rows: int) -> Tile:
     along the dims, so that few threads on a large tile spill."""
     if not has_tensor_cores(device):
         return Tile(16, 16, 8, 1) if problem.mask.has_tree else Tile(_up_to(32, rows), 32, 8, 1)
-    if rows <= 16 and width <= 128:
-        return Tile(16, 32, 8, 3)
+    if rows <= 16:
+        return Tile(16, 32 if width <= 128 else 16, 8, 3)
     if width <= 64 or (width <= 128 and has_warpgroup_mma(device)):
         return Tile(64, 32, 8, 2)
     return Tile(16, 64 if width <= 128 else 32, 8, 2)
