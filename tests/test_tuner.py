@@ -279,6 +279,23 @@ def test_candidates_are_valid_and_begin_with_the_heuristic(arch: int | str) -> N
             assert not any(invalid(config, task.problem, device) for config in found)
 
 
+@pytest.mark.parametrize("arch", [80, 90, 100, 120, "gfx942"])
+def test_candidates_copy_packed_keys_as_boxes_where_that_is_possible(arch: int | str) -> None:
+    device = devices.target(arch)
+    for task in tasks(PRESETS["llama3-8b"], dtype=torch.float16):
+        has_boxes = arch in (90, 100) and task.family in ("prefill", "prefix")
+        forms = {config.form for config in space.candidates(task.problem, device)}
+        assert ("boxes" in forms) == has_boxes, task
+
+
+def test_entry_with_boxes_is_fitted_to_calls_that_cannot_have_them() -> None:
+    prefill = tasks(PRESETS["llama3-8b"], ["prefill"])[0].problem
+    boxes = KernelConfig(64, 64, 1, 4, 3, "boxes")
+    assert space.fit(boxes, prefill, H200) == boxes
+    odd = dataclasses.replace(prefill, has_boxes=False)
+    assert space.fit(boxes, odd, H200) == dataclasses.replace(boxes, form="textbook")
+
+
 def test_config_that_needs_more_registers_than_there_are_is_invalid_for_all() -> None:
     prefill = tasks(PRESETS["llama3-8b"], ["prefill"])[0].problem
     spills = KernelConfig(128, 128, 1, 4, 2)
