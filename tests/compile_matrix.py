@@ -62,8 +62,11 @@ def distinct(targets: Iterable[str], thin: bool, names: Iterable[str] = ()) -> l
     jobs: dict[tuple, Job] = {}
     for target in targets:
         device = device_of(target)
-        whole = names or (target in WHOLE and not thin)
-        for case in launches.CORE + (launches.MORE if whole else []):
+        whole = bool(names) or (target in WHOLE and not thin)
+        cases = launches.CORE + whole * launches.MORE
+        if target == "90":
+            cases += launches.HOPPER_CORE + whole * launches.HOPPER_MORE
+        for case in cases:
             if names and case.name not in names:
                 continue
             for index, launch in enumerate(case.launches(device)):
@@ -79,7 +82,7 @@ def compile_one(job: Job) -> Result:
     from tritonattn.tuning.compile import report
 
     device = device_of(job.target)
-    case = next(c for c in launches.CORE + launches.MORE if c.name == job.case)
+    case = next(case for case in launches.ALL_CASES if case.name == job.case)
     launch = case.launches(device)[job.index]
     kernel = f"{launch.kernel.__name__} {describe(launch)}"
     start = time.perf_counter()
@@ -130,7 +133,7 @@ def compile_all(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Result]]
 
 def describe(launch) -> str:
     spec = launch.constants.get("SPEC")
-    tile = f"{spec.BLOCK_M}x{spec.BLOCK_N}, pack {spec.PACK}, " if spec else ""
+    tile = f"{spec.BLOCK_M}x{spec.BLOCK_N}, " if spec else ""
     return f"({tile}{launch.options.num_warps} warps, {launch.options.num_stages} stages)"
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+import hopper
 import pytest
 import torch
 from torch import Tensor
@@ -43,14 +44,18 @@ class Path:
     small_tiles: bool = False  # 16 by 16: a few keys make several tiles
     plain_decode: bool = False  # without cu_seqlens_q where every sequence has one query
     dtype: torch.dtype = torch.float16
+    on_hopper: bool = False  # by its own kernel, where that can serve
 
     def __str__(self) -> str:
         parts = [self.function.removesuffix("_attention")]
         parts += ["small_tiles"] * (self.small_tiles and self.num_splits == 1)
         parts += [f"{self.num_splits}_splits"] * (self.num_splits > 1)
+        parts += ["hopper"] * self.on_hopper
         return "-".join(parts)
 
-    def config(self) -> contextlib.AbstractContextManager[None]:
+    def config(self) -> contextlib.AbstractContextManager[Any]:
+        if self.on_hopper:
+            return hopper.preferred()
         if self.small_tiles:
             return force(KernelConfig(block_m=16, block_n=16, pack=1, num_warps=4, num_stages=1))
         return contextlib.nullcontext()
@@ -74,6 +79,7 @@ def _paths(*functions: str) -> list[Path]:
             Path(f),
             Path(f, small_tiles=True, plain_decode=True, dtype=torch.bfloat16),
             Path(f, num_splits=3, small_tiles=True, plain_decode=True),
+            *[Path(f, on_hopper=True)] * hopper.is_here(),
         )
     ]
 
@@ -175,11 +181,15 @@ def arrange(
 
     Cached keys lie on scattered pages, and all memory around them is NaN.
     """
+    lay = Tensor.contiguous
+    if path.on_hopper:
+        page_size, lay = max(8, page_size), on_16_bytes  # the least that its kernel takes
     q_lens = [len(q)] if q_lens is None else list(q_lens)
     k_lens = [len(k)] if k_lens is None else list(k_lens)
     q, cu_q = q.to(device), cumulative(q_lens, device)
     if path.function == VARLEN:
-        return (q, k.to(device), v.to(device), cu_q, cumulative(k_lens, device)), options
+        k, v = (lay(x.to(device)) for x in (k, v))
+        return (q, k, v, cu_q, cumulative(k_lens, device)), options
     cached = k_lens
     if path.function == PREFIX:
         cached = [n - lq for n, lq in zip(k_lens, q_lens, strict=True)]
@@ -187,7 +197,7 @@ def arrange(
     gen = testing.generator(0)
     table, num_pages = testing.block_table(tuple(cached), page_size, generator=gen, device=device)
     caches = [
-        torch.zeros(num_pages, page_size, *x.shape[1:], dtype=x.dtype, device=device)
+        lay(torch.zeros(num_pages, page_size, *x.shape[1:], dtype=x.dtype, device=device))
         for x in (k, v)
     ]
     new: list[list[Tensor]] = [[], []]
@@ -205,13 +215,20 @@ def arrange(
         ]
     lens = torch.tensor(cached, dtype=torch.int32, device=device)
     if path.function == PREFIX:
-        args: Args = (q, *map(torch.cat, new), *caches, table, cu_q, lens)
+        args: Args = (q, *(lay(torch.cat(x)) for x in new), *caches, table, cu_q, lens)
     else:
         args = (q, *caches, table, lens)
         if not (path.plain_decode and set(q_lens) == {1}):
             options["cu_seqlens_q"] = cu_q
     testing.poison(path.function, args, options)
     return args, options
+
+
+def on_16_bytes(x: Tensor) -> Tensor:
+    """``x`` with room behind its rows, so that each starts on 16 bytes."""
+    step = 16 // x.element_size()
+    room = x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // step) * step)
+    return room[..., : x.shape[-1]].copy_(x)
 
 
 def rows(

@@ -17,7 +17,9 @@ from tritonattn import device as devices
 from tritonattn.device import Device
 from tritonattn.errors import UnsupportedError
 from tritonattn.flash_attn.append import place
+from tritonattn.plan import HOPPER, PORTABLE
 from tritonattn.problem import Problem
+from tritonattn.tuning import heuristics
 from tritonattn.tuning.config import KernelConfig, shared_memory
 from tritonattn.tuning.heuristics import heuristic
 
@@ -38,7 +40,9 @@ class Launch(NamedTuple):
     @property
     def key(self) -> tuple:
         signature = binaries._signature(self.args)
-        return self.kernel, tuple(self.constants.values()), signature, self.options
+        # By name, as Gluon's kernels cannot be hashed where Triton's are interpreted.
+        name = self.kernel.__name__
+        return name, tuple(self.constants.values()), signature, self.options
 
 
 @contextlib.contextmanager
@@ -84,6 +88,7 @@ class Case:
     group: int = 4
     q_len: int = 2048
     page: int = 16
+    kernel: str = PORTABLE  # the one that attends, whatever would be chosen
 
     @property
     def must_not_spill(self) -> bool:
@@ -91,13 +96,18 @@ class Case:
 
     def launches(self, device: Device) -> list[Launch]:
         dtype = self.dtype if device.has_bf16 or self.dtype != bf16 else fp16
-        with recorded(device) as launches:
+        with recorded(device, self.configure) as launches:
             try:
                 prepare(self, dtype)()
             except UnsupportedError:  # heads wider than 256 need more than sm_75 has
                 if max(self.dims) <= 256:
                     raise
         return launches
+
+    def configure(self, problem: Problem, device: Device) -> KernelConfig:
+        if self.kernel == HOPPER:
+            return heuristics.hopper(problem)
+        return heuristics.portable(problem, device)
 
 
 ALL = "window chunk softcap alibi sinks query_scale lse"
@@ -158,6 +168,32 @@ MORE = [
     Case("gather", function="gather_kv_cache"),
     Case("append, ragged", function="append", extras="ragged", q_len=1),
 ]
+
+# The kernel for sm_90, which the cases above leave to the portable one.
+HOPPER_CORE = [
+    Case("Hopper, causal", kernel=HOPPER, **VARLEN),
+    Case("Hopper, prefix, all options", extras=ALL, kernel=HOPPER, **PREFIX),
+]
+HOPPER_MORE = [
+    Case("Hopper, fp16, D 64", dims=(64, 64), dtype=fp16, kernel=HOPPER, **VARLEN),
+    Case("Hopper, D 96", dims=(96, 96), kernel=HOPPER, **VARLEN),
+    Case("Hopper, D 192/128", dims=(192, 128), kernel=HOPPER, **VARLEN),
+    Case("Hopper, D 256", dims=(256, 256), kernel=HOPPER, **VARLEN),
+    Case("Hopper, not causal, lse", extras="full lse", kernel=HOPPER, **VARLEN),
+    Case("Hopper, window, float32 out", extras="window float_out", kernel=HOPPER, **VARLEN),
+    Case("Hopper, chunk", extras="chunk", kernel=HOPPER, **VARLEN),
+    Case("Hopper, softcap", extras="softcap", kernel=HOPPER, **VARLEN),
+    Case("Hopper, alibi, sinks", extras="alibi sinks", kernel=HOPPER, **VARLEN),
+    Case("Hopper, all options", extras=ALL, kernel=HOPPER, **VARLEN),
+    Case("Hopper, all options, D 64", dims=(64, 64), extras=ALL, kernel=HOPPER, **VARLEN),
+    Case("Hopper, all options, D 256", dims=(256, 256), extras=ALL, kernel=HOPPER, **VARLEN),
+    Case("Hopper, prefix", kernel=HOPPER, **PREFIX),
+    Case("Hopper, prefix, page 256, D 64", dims=(64, 64), page=256, kernel=HOPPER, **PREFIX),
+    Case("Hopper, chunked prefill", kernel=HOPPER, **PAGED),
+    Case("Hopper, chunked prefill, all options, ragged, page 8", extras=ALL + " ragged", page=8,
+         kernel=HOPPER, **PAGED),
+]  # fmt: skip
+ALL_CASES = CORE + MORE + HOPPER_CORE + HOPPER_MORE
 
 
 def prepare(
@@ -221,6 +257,8 @@ def prepare(
         options |= {"tree_mask": torch.zeros(total_q, case.q_len, dtype=torch.bool)}
     if "lse" in has:
         options |= {"return_lse": True}
+    if "float_out" in has:
+        options |= {"out": torch.empty(total_q, heads, dim_v + 1)[..., :dim_v]}
     if case.q_len > 1:
         options |= {"max_seqlen_q": case.q_len}
     if "unsplit" in has:

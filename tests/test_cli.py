@@ -216,7 +216,21 @@ def test_explain_shows_the_whole_way_of_a_call_for_a_gpu_that_is_not_here(
         assert part in said, part
 
 
-@pytest.mark.parametrize("target", ["80", "sm_120", "gfx942"])
+def test_explain_names_the_kernel_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", "--preset", "llama3-8b", "--kernel", "prefill", "--shape"]
+    assert main([*arguments, "4x1k@1k", "--target", "sm_90"]) == 0
+    said = capsys.readouterr().out
+    assert "kernel   prefill_kernel\n" in said
+    assert "Hopper's kernel, 128 x 128 tile" in said
+    assert "prefill_kernel for sm_90: 168 registers" in said
+    for shape, target, reason in (
+        ("9x16@16", "sm_90", ": sequences have 16 queries in the mean"), ("4x1k@1k", "sm_80", "\n")
+    ):  # fmt: skip
+        assert main([*arguments, shape, "--target", target, "--no-compile"]) == 0
+        assert f"kernel   attention_kernel{reason}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ["80", "90", "sm_120", "gfx942"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_explain_knows_every_preset_on_every_kind_of_gpu(
     target: str, preset: str, capsys: pytest.CaptureFixture[str]

@@ -95,6 +95,7 @@ def test_validate_gives_the_problem_of_every_option(function: str, device: torch
         function, types=(table, None, f64, bf16, f32, None), out_dtype=f32,
         mask=MaskSpec(True, True, False, True, True), has_softcap=True,
         has_alibi=True, has_sinks=True, has_query_scale=True, batch_invariant=True, num_splits=256,
+        has_scales=True, is_positive=False,
     )  # fmt: skip
 
 

@@ -19,13 +19,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from launches import CORE, MORE, Launch, recorded
+from launches import ALL_CASES, Launch, recorded
 
 import tritonattn
 from tritonattn.device import INTERPRETER, SHARED_MEMORY, Device, target
 from tritonattn.errors import UnsupportedError
+from tritonattn.plan import PORTABLE
 from tritonattn.problem import MaskSpec, Problem
-from tritonattn.tuning import store
+from tritonattn.tuning import heuristics, store
 from tritonattn.tuning.config import FORMS, KernelConfig, blocks, invalid, shared_memory
 from tritonattn.tuning.heuristics import heuristic
 
@@ -244,8 +245,9 @@ def test_binaries_of_split_decode_do_not_depend_on_sizes():
     assert binaries_of(launches) == 2  # attention, merging
 
 
-def test_binaries_of_prefill_do_not_depend_on_sizes():
-    with recorded(target(90)) as launches:
+@pytest.mark.parametrize("configure", [heuristics.portable, lambda p, _: heuristics.hopper(p)])
+def test_binaries_of_prefill_do_not_depend_on_sizes(configure: Any):
+    with recorded(target(90), configure) as launches:
         for batch, total in itertools.product(SIZES, SIZES):
             q, kv, starts = rows(total + 256, 8, 128), rows(total, 2, 128), ints(batch + 1)
             tritonattn.varlen_attention(q, kv, kv, starts, starts)
@@ -269,9 +271,10 @@ def test_binaries_depend_on_strides_by_alignment_alone():
     assert binaries_of(launches) == 2
 
 
-@pytest.mark.parametrize("case", CORE + MORE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.name)
 def test_every_case_of_the_compile_matrix_launches(case: Any):
-    for device in (target(75), target(90), target("gfx942"), target("gfx1100")):
+    elsewhere = (target(75), target("gfx942"), target("gfx1100"))
+    for device in (target(90), *(elsewhere if case.kernel == PORTABLE else ())):
         launches = case.launches(device)
         assert launches or max(case.dims) > 256
         for launch in launches:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from launches import Launch
 from tuner import H200, Fake, best_is, user_tables  # noqa: F401 -- a fixture
 
 from tritonattn import ArgumentValueError, api, binaries, launch, settings
@@ -69,7 +70,7 @@ def test_warmup_launches_what_later_calls_launch() -> None:
     launched: set[tuple] = set()
 
     def record(kernel, grid, args, constants, options, *_) -> None:
-        launched.add((kernel, tuple(constants.values()), binaries._signature(args), options))
+        launched.add(Launch(kernel, grid, args, constants, options, None).key)
 
     dtype = torch.bfloat16
     layer = {"dtype": dtype, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}

@@ -72,12 +72,15 @@ def box(
 
 
 def has_boxes(tensor: torch.Tensor) -> bool:
-    """Whether TMA can copy boxes of ``tensor``, wherever it starts."""
+    """Whether TMA can copy boxes of ``tensor``, wherever it starts.
+
+    Strides along axes of one entry are looked at too: how long an axis is, say how many queries
+    there are, must not choose between kernels.
+    """
     itemsize = tensor.element_size()
-    return all(
-        n < _MOST_SIZE
-        and (
-            n <= 1 or (0 < stride * itemsize < _MOST_STRIDE and stride * itemsize % ALIGNMENT == 0)
-        )
-        for n, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)
-    )
+    for n, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
+        if n >= _MOST_SIZE or stride * itemsize % ALIGNMENT:
+            return False
+        if n > 1 and not 0 < stride * itemsize < _MOST_STRIDE:
+            return False
+    return True

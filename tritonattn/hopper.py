@@ -70,8 +70,8 @@ def section(problem: Problem, gpu: Device) -> int:
     So many that their tiles, the heaviest first, keep the GPU evenly busy, but no more than the L2
     cache holds the keys of one KV head of.
     """
-    mean = -(-problem.total_q // problem.batch)
-    tiles = problem.group * -(-mean // 128)
+    mean = -(-problem.total_q // max(1, problem.batch))
+    tiles = problem.group * max(1, -(-mean // 128))
     widths = problem.head_dim + problem.head_dim_v
     fit = L2_BYTES // (problem.max_k * widths * problem.dtype.itemsize)
     return max(1, min(-(-ROUNDS * gpu.sm_count // tiles), fit, MOST_SEQUENCES))

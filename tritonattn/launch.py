@@ -115,6 +115,8 @@ def _first(
         call, problem, ready.plan, config, ready.gpu, ready.spec, out, lse, partial
     )
     kernel, grid, args, constants, options = work
+    # Without rows there is nothing to write, and the kernel that merges parts does not run either.
+    grid = grid if total_q else 0
     attention = binaries.launch(kernel, grid, args, constants, options, ready.gpu, q.device)
     merge = None
     if partial is not None and ready.plan.cut == "parts":
@@ -146,7 +148,7 @@ def _partial(
         rows, block_dv = plan_.programs * 2 * config.block_m, whole_block(dim)
         scratch = take(call.q, rows * (block_dv + 1), shared=shared)
         out, lse = scratch[: rows * (block_dv + 1)].split((rows * block_dv, rows))
-        return Partial(out, lse, take_counters(call.q, plan_.programs, shared=shared))
+        return Partial(out, lse, take_counters(call.q, 2 * plan_.programs, shared=shared))
     parts = plan_.num_splits
     sizes = parts * tokens * heads * dim, parts * tokens * heads, tokens * heads
     scratch = take(call.q, sum(sizes), shared=shared)

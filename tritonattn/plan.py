@@ -17,8 +17,10 @@ MIN_SPLIT = 512  # keys that are worth a program of their own
 BUSY = 2  # programs an SM that share a batch's keys
 SHORT = 64  # mean queries a sequence up to which lengths may differ much: decodes and a chunk
 
-HOPPER_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-HOPPER_QUERIES = 96  # mean queries a sequence that fill Hopper's tiles of 128 well enough
+MOST_DIMS = 256  # of a head, in Hopper's kernel
+# Of these few are padding there: it computes with 64, 128 or 256.
+HOPPER_DIMS = (64, 96, 112, 120, 128, 192, 224, 256)
+HOPPER_QUERIES = 96  # mean queries a sequence that fill its tiles of 128 well enough
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,14 @@ def plan(problem: Problem, device: Device, kernel: str = "") -> Plan:
 
 def why_not_hopper(problem: Problem, device: Device) -> str:
     """Why Hopper's kernel cannot run ``problem``; "" if it can."""
-    dims = problem.head_dim, problem.head_dim_v
     page = problem.page_size
     refusals = {
         f"it is for sm_90, not for {device.title}": (device.backend, device.arch) != ("cuda", 90),
         "it takes float16 and bfloat16": problem.dtype not in (torch.float16, torch.bfloat16),
         "the cache is in another dtype than the queries": problem.cache_dtype
         not in (None, problem.dtype),
-        f"it takes no heads of {dims[0]}/{dims[1]} dims": dims not in HOPPER_DIMS,
+        f"it takes heads of at most {MOST_DIMS} dims": max(problem.head_dim, problem.head_dim_v)
+        > MOST_DIMS,
         "every sequence has one query": problem.is_decode,
         "it knows no tree masks": problem.mask.has_tree,
         "it knows neither k_scale nor v_scale": problem.has_scales,
@@ -76,6 +78,9 @@ def why_not_hopper(problem: Problem, device: Device) -> str:
 
 def _why_not_worth_it(problem: Problem, split: Plan) -> str:
     """Why the portable kernel is the better one, as far as is known before any measurement."""
+    for dim in (problem.head_dim, problem.head_dim_v):
+        if dim not in HOPPER_DIMS:
+            return f"it would pad heads of {dim} dims"
     if problem.batch_invariant:
         # A sequence's bits must not depend on the batch, and how the buffers' size, by which it
         # would be cut, is rounded may.

@@ -36,8 +36,8 @@ class Partial(NamedTuple):
     """Memory for results over some of a tile's keys.
 
     Of parts: ``[parts, tokens, heads, dim]``, ``[parts, heads, tokens]`` and ``[heads, tokens]``;
-    of shares: ``[programs, 2, block_m, block_dv]``, ``[programs, 2, block_m]`` and, zero when idle,
-    ``[programs]``.
+    of shares: ``[2 programs, block_m, block_dv]``, ``[2 programs, block_m]`` and, zero when idle,
+    ``[2 programs]``.
     """
 
     out: torch.Tensor
@@ -62,7 +62,7 @@ def prepare(
     tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
     grid = tiles * plan.num_splits
     if plan.cut == "shares" and tiles > 0:
-        grid = plan.programs
+        grid = plan.programs + tiles
     return Work(
         attention_kernel, grid,
         _arguments(call, problem, plan, config, spec, out, lse, partial), {"SPEC": spec},
@@ -97,7 +97,9 @@ def _arguments(
         splits = Splits(plan.num_splits, -(-plan.split_keys // config.block_n))
     elif partial is not None:
         least = -(-plan.least_keys // config.block_n)
-        splits = Shares(*partial, least, _widest(masking, config.block_m // config.pack))
+        splits = Shares(
+            *partial, plan.programs, least, _widest(masking, config.block_m // config.pack)
+        )
     return (
         rows(call.q), k, v, k_cache, v_cache,
         dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),

@@ -18,6 +18,14 @@ Looks at versions, GPU and tuned tables, and runs one small call of each kernel 
 reference. Exit code 1: something is wrong."""
 OK, NOTE, WRONG = "ok", "note", "wrong"
 _WIDTH = {OK: "  ok ", NOTE: " note", WRONG: "WRONG"}
+# A small call of each, and one that is long enough for Hopper's own kernel: function, lengths.
+_CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...] | None]] = {
+    "prefill": ("varlen_attention", (5, 20), (5, 20)),
+    "long": ("varlen_attention", (200, 130), (200, 130)),
+    "prefix": ("prefix_attention", (5, 20), (3, 1)),
+    "decode": ("paged_attention", (5, 33), None),
+    "paged": ("paged_attention", (5, 33), (4, 1)),
+}
 
 
 @dataclass
@@ -61,7 +69,7 @@ def _findings(no_run: bool) -> Iterator[Finding]:
     if no_run or not can_run:
         yield Finding("kernels", NOTE, "none was run")
         return
-    for family in ("prefill", "prefix", "decode", "paged"):
+    for family in _CALLS:
         yield from _guarded(family, functools.partial(_kernel, family))
     yield from _guarded("cache", _cache_write)
 
@@ -177,13 +185,7 @@ def _kernel(family: str) -> Finding:
 
     where, gpu = here()
     dtype = torch.bfloat16 if gpu.has_bf16 else torch.float16
-    lengths = {
-        "prefill": ("varlen_attention", (5, 20), (5, 20)),
-        "prefix": ("prefix_attention", (5, 20), (3, 1)),
-        "decode": ("paged_attention", (5, 33), None),
-        "paged": ("paged_attention", (5, 33), (4, 1)),
-    }
-    function, k_lens, q_lens = lengths[family]
+    function, k_lens, q_lens = _CALLS[family]
     case = Case(function, k_lens, q_lens, dtype=dtype, poison="nan")
     try:
         check(case, device=where)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import split_power
-from .splits import find_work, share_out, tiles_per_part
+from .splits import fair_share, find_piece, tiles_per_part
 from .tiles import find_sequence, load_scale, load_tile, store_tile
 from .walk import Queries, Source, attend
 
@@ -314,47 +314,24 @@ def attention_kernel(
     )  # fmt: skip
     walks = num_kv_heads * HEAD_BLOCKS
 
+    # Programs that share keys and values stand next to each other; late query tiles, which see most
+    # keys, come first.
     if SPEC.SPLIT == "shares":
-        programs = tl.num_programs(0)
-        share, total, even = share_out(batch, splits, programs, walks, BLOCK_Q, SPEC)
-        at = tl.program_id(0) * share
-        end = tl.minimum(at + share, total)
-        sequence = tl.program_id(0) * 0
-        keys = sequence + 1
-        start = at
-        stop = at
-        while at < end:
-            if at >= stop:
-                if batch.cu_seqlens_q is None and even > 0:  # one query tile a sequence
-                    sequence = at // (even * walks)
-                    start = sequence * even * walks
-                    stop = start + even * walks
-                    keys = even
-                else:
-                    sequence, start, stop, keys = find_work(
-                        at, batch, splits.widest, walks, even, BLOCK_Q, SPEC
-                    )
-            # Programs side by side read the same keys for other heads, late tiles first.
-            unit = (at - start) // keys
-            skip = (at - start) % keys
-            count = tl.minimum(keys - skip, end - at)
-            tile_at = at - skip
-            at += count
-            head_block = unit % HEAD_BLOCKS
-            unit = unit // HEAD_BLOCKS
-            q_start, len_q = queries_of(sequence, batch)
-            tile = tl.cdiv(len_q, BLOCK_Q) - 1 - unit // num_kv_heads
-            place = Place(sequence, tile, head_block, unit % num_kv_heads, skip, count)
-            out, lse = attend_tile(inputs, place, q_start, len_q, SPEC)
-            first = tile_at // share
-            parts = (tile_at + keys - 1) // share - first + 1
-            store_share(
-                splits, output, out, lse, place, first, parts, q_start, len_q, num_kv_heads, SPEC
-            )
+        share = fair_share(batch, splits, walks, BLOCK_Q, SPEC)
+        piece = find_piece(tl.program_id(0), share, batch, splits.widest, walks, BLOCK_Q, SPEC)
+        if piece.keys == 0:
+            return
+        q_start, len_q = queries_of(piece.sequence, batch)
+        tile = tl.cdiv(len_q, BLOCK_Q) - 1 - piece.tile // walks
+        walk = piece.tile % walks
+        place = Place(
+            piece.sequence, tile, walk % HEAD_BLOCKS, walk // HEAD_BLOCKS,
+            piece.part * piece.keys, piece.keys,
+        )  # fmt: skip
+        out, lse = attend_tile(inputs, place, q_start, len_q, SPEC)
+        store_share(splits, output, out, lse, place, piece, q_start, len_q, num_kv_heads, SPEC)
     else:
-        # Programs that share keys and values stand next to each other; late query tiles, which see
-        # most keys, come first.  First parts come before all others, of which many may find nothing
-        # to do.
+        # First parts come before all others, of which many may find nothing to do.
         pid = tl.program_id(0)
         head_block = pid % HEAD_BLOCKS
         pid = pid // HEAD_BLOCKS
@@ -394,28 +371,27 @@ def attention_kernel(
 
 
 @triton.jit
-def store_share(shares, output, out, lse, place, first, parts, q_start, len_q, num_kv_heads, SPEC):
-    """A tile's rows, or what one of ``parts`` programs from ``first`` on found of them; the last
-    program to get there merges all."""
+def store_share(shares, output, out, lse, place, piece, q_start, len_q, num_kv_heads, SPEC):
+    """A tile's rows, or one piece of them, of which the last program to get there merges all."""
     token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
-    if parts == 1:
+    if piece.parts == 1:
         store_whole(output, out, lse, token, head, row_ok, SPEC)
     else:
-        slot = tl.program_id(0) * 2 + (tl.program_id(0) == first).to(tl.int32)
-        rows = slot.to(tl.int64) * SPEC.BLOCK_M + tl.arange(0, SPEC.BLOCK_M)
+        rows = (piece.first + piece.part).to(tl.int64) * SPEC.BLOCK_M + tl.arange(0, SPEC.BLOCK_M)
         cells = rows[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
         tl.store(shares.ptr + cells, out, mask=row_ok[:, None])
         tl.store(shares.lse + rows, lse, mask=row_ok)
         tl.debug_barrier()  # all of this program's stores come before its arrival
-        arrived = tl.atomic_add(shares.arrivals + first, 1, sem="acq_rel", scope="gpu")
-        if arrived == parts - 1:
-            tl.store(shares.arrivals + first, 0)
-            merge_shares(shares, output, place, first, parts, q_start, len_q, num_kv_heads, SPEC)
+        counter = shares.arrivals + piece.first
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == piece.parts - 1:
+            tl.store(counter, 0)
+            merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC)
 
 
 @triton.jit
-def merge_shares(shares, output, place, first, parts, q_start, len_q, num_kv_heads, SPEC):
-    """A tile's rows from all of its parts, in their order."""
+def merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC):
+    """A tile's rows from all of its pieces, in their order."""
     # One query a sequence fills as many rows as there are heads in a tile.
     ROWS: tl.constexpr = SPEC.SHARE_ROWS
     CELLS: tl.constexpr = ROWS * SPEC.BLOCK_DV
@@ -428,11 +404,12 @@ def merge_shares(shares, output, place, first, parts, q_start, len_q, num_kv_hea
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SPEC.BLOCK_DV], tl.float32)
-    for start in tl.range(0, parts, STEP):
+    for start in tl.range(0, piece.parts, STEP):
         part = start + tl.arange(0, STEP)
-        ok = part < parts
-        slot = (first + part).to(tl.int64) * 2 + (part == 0)
-        row = slot[:, None] * SPEC.BLOCK_M + rows[None, :]  # [STEP, ROWS]
+        ok = part < piece.parts
+        row = (piece.first + part).to(tl.int64)[:, None] * SPEC.BLOCK_M + rows[
+            None, :
+        ]  # [STEP, ROWS]
         cell = row[:, :, None] * SPEC.BLOCK_DV + cols[None, None, :]
         # Other programs wrote them: not from this multiprocessor's own cache.
         part_lse = tl.load(

@@ -1,14 +1,14 @@
-"""How the keys of a tile of queries are cut: into parts, each a program's, or by equal shares.
+"""How the keys of a tile of queries are cut: into parts that the host counts, or into shares.
 
 Lengths are known on the device alone, so programs settle here who does what.
 
 *Parts*: the grid has room for ``most`` parts of every tile; those that find nothing left to do
 leave at once.  A second kernel merges them.
 
-*Shares*: as many programs as run at a time each take an equal share of the batch's key tiles, laid
-end to end: the rest of one query tile's, some whole ones, and the beginning of another's.  So
-whatever the lengths are, all programs finish together, and none waits behind another.  A query tile
-that lies in several shares is merged by the last of its programs to get there.
+*Shares*: what is longer than an equal share of the whole batch's work is cut into pieces of at most
+that length; a program takes one piece, and those that find none left leave at once.  So one long
+sequence is cut however many short ones stand beside it.  The last program to be done with a tile
+merges its pieces.
 """
 
 from typing import NamedTuple
@@ -25,23 +25,25 @@ class Splits(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Equal shares for all programs of the grid, each with room for two partial results: of the
-    query tile that began in an earlier share, and of the one that goes on in a later one."""
+    """At most ``programs`` equal shares, and room for two pieces to merge for each of them."""
 
-    ptr: object  # [programs, 2, BLOCK_M, BLOCK_DV] float32
-    lse: object  # [programs, 2, BLOCK_M] float32
-    arrivals: object  # [programs] int32: programs done with the tile that begins there; 0 when idle
+    ptr: object  # [2 programs, BLOCK_M, BLOCK_DV] float32
+    lse: object  # [2 programs, BLOCK_M] float32
+    arrivals: object  # [2 programs] int32: programs done with the tile of this piece; 0 when idle
+    programs: object
     least: object  # key tiles that are worth a program
     widest: object  # a bound on the keys that a tile of queries sees, by window and chunk
 
 
-class Work(NamedTuple):
-    """A sequence's place in the order of all work, in key tiles."""
+class Piece(NamedTuple):
+    """A program's piece of the batch's work."""
 
     sequence: object
-    start: object
-    end: object
-    keys: object  # key tiles of each of its query tiles
+    tile: object  # counts a sequence's query tiles, once for each of the ``walks`` over its keys
+    part: object  # of the tile's ``parts``
+    parts: object
+    keys: object  # key tiles of a part
+    first: object  # where the tile's pieces lie among those to be merged
 
 
 @triton.jit
@@ -81,69 +83,56 @@ def _tiles(start, batch, widest, STEP: tl.constexpr, BLOCK_Q: tl.constexpr, SPEC
 
 
 @triton.jit
-def batch_work(batch, widest, BLOCK_Q: tl.constexpr, SPEC):
-    """Of the whole batch: (key tiles of all query tiles, the most of one, query tiles)."""
+def fair_share(batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
+    """Key tiles up to which a query tile stays whole, by the work of the whole batch."""
     STEP: tl.constexpr = 128
     total = tl.zeros([STEP], tl.int32)
     most = tl.zeros([STEP], tl.int32)
     count = tl.zeros([STEP], tl.int32)
     for start in tl.range(0, batch.num_seqs + 1, STEP):
-        queries, keys = _tiles(start, batch, widest, STEP, BLOCK_Q, SPEC)
+        queries, keys = _tiles(start, batch, shares.widest, STEP, BLOCK_Q, SPEC)
         total += queries * keys
         most = tl.maximum(most, keys)
         count += queries
-    return tl.sum(total, 0), tl.max(most, 0), tl.sum(count, 0)
+    longest = tl.max(most, 0)
+    tiles = tl.sum(count, 0)
+    total_tiles = tl.sum(total, 0)
+    share = tl.cdiv(total_tiles * walks, shares.programs)
+    if (total_tiles == longest * tiles) & (tiles > 0):
+        # All alike: as many pieces of each as there are programs for, or none is cut.
+        share = tl.cdiv(longest, tl.maximum(shares.programs // (tiles * walks), 1))
+    return tl.maximum(share, shares.least)
 
 
 @triton.jit
-def share_out(batch, shares, programs, walks, BLOCK_Q: tl.constexpr, SPEC):
-    """(key tiles a program, key tiles in all, of one query tile where all are alike or else 0).
-
-    Where all query tiles are alike, and equal parts of them are hardly longer than equal shares,
-    the parts are taken: merging costs more.  The last part may then be shorter than it counts.
-    """
-    total, most, count = batch_work(batch, shares.widest, BLOCK_Q, SPEC)
-    is_even = total == most * count
-    total *= walks
-    count *= walks
-    share = tl.maximum(tl.cdiv(total, programs), shares.least)
-    even = 0
-    if is_even & (count > 0):
-        part = tl.cdiv(count, programs) * most
-        padded = most
-        if count < programs:
-            part = tl.minimum(tl.maximum(tl.cdiv(most, programs // count), shares.least), most)
-            padded = tl.cdiv(most, part) * part
-        if part * 16 <= share * 17:
-            share = part
-            even = padded
-            total = count * padded
-    return share, total, even
-
-
-@triton.jit
-def find_work(at, batch, widest, walks, even, BLOCK_Q: tl.constexpr, SPEC):
-    """The sequence in whose work ``at`` lies; it must lie in one's.
-
-    ``even``: key tiles of every query tile, if they are alike; else 0.
-    """
+def find_piece(number, share, batch, widest, walks, BLOCK_Q: tl.constexpr, SPEC):
+    """The piece with this number, sequence by sequence; past the last one its keys are 0."""
     STEP: tl.constexpr = 128
-    first = 0
-    start = at * 0
-    queries, keys = _tiles(first, batch, widest, STEP, BLOCK_Q, SPEC)
-    keys = tl.where(even > 0, even, keys)
-    work = queries * keys * walks
-    step = tl.sum(work, 0)
-    while start + step <= at:
-        first += STEP
-        start += step
-        queries, keys = _tiles(first, batch, widest, STEP, BLOCK_Q, SPEC)
-        keys = tl.where(even > 0, even, keys)
-        work = queries * keys * walks
-        step = tl.sum(work, 0)
-    ends = start + tl.cumsum(work, 0)
-    lane = tl.sum((ends <= at).to(tl.int32), 0)
+    start = 0  # the first sequence that is looked at
+    pieces = number * 0  # before it, of all sequences
+    cut = number * 0  # and of those tiles that are cut
+    queries, keys = _tiles(start, batch, widest, STEP, BLOCK_Q, SPEC)
+    parts = tl.cdiv(keys, share)
+    own = queries * parts * walks
+    here = tl.sum(own, 0)
+    while (pieces + here <= number) & (start + STEP <= batch.num_seqs):
+        pieces += here
+        cut += tl.sum(tl.where(parts > 1, own, 0), 0)
+        start += STEP
+        queries, keys = _tiles(start, batch, widest, STEP, BLOCK_Q, SPEC)
+        parts = tl.cdiv(keys, share)
+        own = queries * parts * walks
+        here = tl.sum(own, 0)
+    ends = pieces + tl.cumsum(own, 0)
+    is_before = ends <= number
+    lane = tl.sum(is_before.to(tl.int32), 0)
+    cut += tl.sum(tl.where(is_before & (parts > 1), own, 0), 0)
+    inside = number - tl.maximum(tl.max(tl.where(is_before, ends, 0), 0), pieces)
     is_here = tl.arange(0, STEP) == lane
-    end = tl.sum(tl.where(is_here, ends, 0), 0)
-    own = tl.sum(tl.where(is_here, work, 0), 0)
-    return Work(first + lane, end - own, end, tl.sum(tl.where(is_here, keys, 0), 0))
+    its_keys = tl.sum(tl.where(is_here, keys, 0), 0)
+    its_parts = tl.maximum(tl.cdiv(its_keys, share), 1)
+    part = inside % its_parts
+    return Piece(
+        start + lane, inside // its_parts, part, its_parts, tl.cdiv(its_keys, its_parts),
+        cut + inside - part,
+    )  # fmt: skip

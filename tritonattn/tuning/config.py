@@ -208,7 +208,10 @@ def hopper_q_slots(problem: Problem) -> int:
 
 
 def _shared_by_hopper(config: KernelConfig, problem: Problem) -> int:
+    """Tiles, a barrier or two for each, the ring of announced tiles, and what Triton takes itself
+    for exchanges among threads and between the program's roles."""
     d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
-    queries = hopper_q_slots(problem) * config.block_m * d
-    keys = config.num_stages * config.block_n * (d + dv)
-    return 2 * (queries + keys) + 2048
+    slots, stages = hopper_q_slots(problem), config.num_stages
+    tiles = 2 * (slots * config.block_m * d + stages * config.block_n * (d + dv))
+    barriers = 8 * (2 * 4 + 3 * slots + 4 * stages)
+    return tiles + barriers + 512 + 4096 + 64

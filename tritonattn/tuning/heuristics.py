@@ -44,14 +44,18 @@ class Tile(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def heuristic(problem: Problem, device: Device) -> KernelConfig:
+    if plan(problem, device).kernel == HOPPER:
+        return hopper(problem)
+    return portable(problem, device)
+
+
+def portable(problem: Problem, device: Device) -> KernelConfig:
     """The first configuration that fits, from the one that suits best to ever smaller ones."""
     if device.is_interpreter:
         # A tile costs about the same whatever its size: few and large ones.
         rows = max(16, min(128, _power(problem.max_q * problem.group)))
         return KernelConfig(rows, 64, min(problem.group, rows), 4, 1)
 
-    if plan(problem, device).kernel == HOPPER:
-        return _hopper(problem)
     queries = problem.max_q
     if problem.batch_invariant:
         # Nothing that depends on the batch may choose: not the bound on its queries either.
@@ -69,6 +73,15 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
         f"{dtype_name(problem.dtype)} need more shared memory than {device.title} has "
         f"({device.shared_memory} bytes), however small the tile. Use {way_out}smaller heads."
     )
+
+
+def hopper(problem: Problem) -> KernelConfig:
+    """As large a tile as registers allow, and as many keys in flight as there is room for."""
+    d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
+    if max(d, dv) > 128:
+        return KernelConfig(128, 64, 1, 4, 3 if d + dv <= 384 else 2, "plain", HOPPER)
+    stages, form = (4, "plain") if d + dv == 128 else (2, "lanes")
+    return KernelConfig(128, 128, 1, 4, stages, form, HOPPER)
 
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:
@@ -103,13 +116,6 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     if width <= 128:
         return Tile(128, 32 if is_heavy and not has_warpgroup_mma(device) else 64, 8, 3, form)
     return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2, form)
-
-
-def _hopper(problem: Problem) -> KernelConfig:
-    """As large a tile as registers allow, and keys in flight in as much memory as there is."""
-    d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
-    keys, stages = (128, 4 if d == 64 else 2) if d <= 128 else (64, 3 if dv <= 128 else 2)
-    return KernelConfig(128, keys, 1, 4, stages, "plain", HOPPER)
 
 
 def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:

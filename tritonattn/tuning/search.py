@@ -182,8 +182,9 @@ def _compiled(
             progress.configs += config in refused
             progress.at("compile", progress.done + 1, len(configs))
     spills = {config: report.spills_in_loops for config, report in reports.items()}
-    least = min(spills.values(), default=0)  # above 0 where everything spills
     for config, count in spills.items():
+        # Above 0 where everything spills.
+        least = min(n for other, n in spills.items() if other.kernel == config.kernel)
         if count > least and config != configs[0]:
             refused[config] = f"spills: {count} instructions in its loops"
             progress.configs += 1

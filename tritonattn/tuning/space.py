@@ -38,7 +38,9 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
 
     tried = [heuristic(problem, device)]
     if plan(problem, device).kernel == HOPPER:
-        for n, s, form in itertools.product((64, 128), (2, 3, 4), HOPPER_FORMS):
+        # To wait early has paid nowhere yet.
+        forms = [form for form in HOPPER_FORMS if "early" not in form]
+        for n, s, form in itertools.product((64, 128), (2, 3, 4), forms):
             tried.append(KernelConfig(128, n, 1, 4, s, form, HOPPER))
     elif is_long and not why_no_boxes(problem, device):
         # With the usual pack alone, and without the deepest pipelines: they would double all this.

@@ -1,0 +1,82 @@
+"""Attention of packed queries on compute capability 9.0: one program a multiprocessor, each with a
+scheduler, a loader and two consumers that pass tiles on through shared memory (ring.py).
+
+It computes what kernels.attention does, of the same arguments, for 16-bit queries, keys and values.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from . import ring
+from .consume import consume
+from .load import load, swizzled
+from .schedule import schedule
+
+
+class Bars(NamedTuple):
+    tile_full: object
+    tile_empty: object
+    q_full: object
+    q_empty: object
+    k_full: object
+    k_empty: object
+    v_full: object
+    v_empty: object
+
+
+@gluon.jit
+def make_bars(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def prefill_kernel(
+    q_box,  # descriptors, of the block shapes that spec.boxes gives
+    k_box,  # packed keys and values, or None
+    v_box,
+    k_pages,  # caches, or None
+    v_pages,
+    table,  # Table or None
+    batch,  # Batch
+    scoring,  # Scoring
+    masking,  # Masking
+    output,  # Output
+    section,  # sequences, 1 to 32, whose keys are read at about the same time
+    num_kv_heads,
+    SPEC: gl.constexpr,
+):
+    M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
+    REGS: gl.constexpr = 232
+    THREADS: gl.constexpr = ring.CONSUMERS * ring.CONSUMER_THREADS
+    dtype: gl.constexpr = q_box.dtype
+    qs = gl.allocate_shared_memory(
+        dtype, [SPEC.Q_SLOTS * ring.CONSUMERS, M, SPEC.BLOCK_D], swizzled(2)
+    )
+    ks = gl.allocate_shared_memory(dtype, [SPEC.STAGES, SPEC.BLOCK_N, SPEC.BLOCK_D], swizzled(2))
+    vs = gl.allocate_shared_memory(dtype, [SPEC.STAGES, SPEC.BLOCK_N, SPEC.BLOCK_DV], swizzled(2))
+    tiles = gl.allocate_shared_memory(
+        gl.int32, [ring.SLOTS * ring.WIDTH, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    bars = Bars(
+        make_bars(ring.SLOTS, 1),
+        make_bars(ring.SLOTS, THREADS + 32),
+        make_bars(SPEC.Q_SLOTS * ring.CONSUMERS, 1),
+        make_bars(SPEC.Q_SLOTS, THREADS),
+        make_bars(SPEC.STAGES, 1),
+        make_bars(SPEC.STAGES, THREADS),
+        make_bars(SPEC.STAGES, 1),
+        make_bars(SPEC.STAGES, THREADS),
+    )
+    num_seqs = batch.num_seqs
+    gl.warp_specialize([
+        (consume, (0, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC)),
+        (consume, (1, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC)),
+        (load, (q_box, k_box, v_box, k_pages, v_pages, table, qs, ks, vs, tiles, bars, SPEC)),
+        (schedule, (batch, masking, section, num_kv_heads, tiles, bars, SPEC)),
+    ], [4, 1, 1], [REGS, 504 - 2 * REGS, 504 - 2 * REGS])  # fmt: skip

@@ -1,0 +1,76 @@
+"""What the warps of a program tell each other, and how.
+
+Four roles: the scheduler, one warp, works out which tile of queries comes next (schedule.py); the
+loader, one warp, has its queries, keys and values copied (load.py); two consumers, a warpgroup
+each, compute half of its rows (consume.py).
+
+All signals are mbarriers, and every use flips their phase:
+
+    tile_full[t]               the scheduler -> the others: a row of ``tiles`` says what to do
+    tile_empty[t]              the others -> the scheduler: the row has been read
+    q_full[s, consumer]        the loader -> a consumer: its queries have arrived
+    k_full[b], v_full[b]       the loader -> the consumers: a tile of keys, of values
+    q_empty, k_empty, v_empty  the consumers -> the loader: may be overwritten
+
+Consumers give back through cp.async.mbarrier.arrive.noinc, one arrival a thread: ``arrive`` would
+have Triton put a barrier of the whole warpgroup before and after itself.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from .spec import CONSUMERS as _CONSUMERS
+
+# Names of triton 3.8 and later, and of those before.
+copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_memory = gl.shared_memory_descriptor
+view_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+
+SLOTS = gl.constexpr(4)  # tiles that may be announced at a time
+WIDTH = gl.constexpr(32)  # numbers that describe a tile: the first are the fields below
+CONSUMERS = gl.constexpr(_CONSUMERS)
+CONSUMER_THREADS = gl.constexpr(128)
+
+# Key tiles to visit, from the last to the first; the packed keys' come before the cached ones'.
+NUM_TILES = gl.constexpr(0)  # in all; negative: there is no more work
+NUM_NEW = gl.constexpr(1)  # of packed keys
+TOP_NEW = gl.constexpr(2)  # first key of the first packed tile to visit
+TOP_OLD = gl.constexpr(3)  # and of the first cached one
+TOKEN = gl.constexpr(4)  # first query, over the batch
+HEAD = gl.constexpr(5)
+ROWS = gl.constexpr(6)  # queries that there are
+POS = gl.constexpr(7)  # position of the first one
+LEN_K = gl.constexpr(8)
+FULL_LOW = gl.constexpr(9)  # keys that all queries of the tile see
+FULL_HIGH = gl.constexpr(10)
+KEEP_LOW = gl.constexpr(11)  # keys that some query of the sequence sees
+KEEP_HIGH = gl.constexpr(12)
+CONTEXT = gl.constexpr(13)  # keys in the cache
+SEQUENCE = gl.constexpr(14)
+PACKED = gl.constexpr(15)  # row of packed keys that would hold key 0
+
+
+@gluon.jit
+def field(tiles, slot, FIELD: gl.constexpr, WARPS: gl.constexpr):
+    """One number of the tile in ``slot``, as a scalar of all threads."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(tiles.index(slot * WIDTH + FIELD).load(ONE), 0)
+
+
+@gluon.jit
+def wait_full(bars, i, N: gl.constexpr):
+    """Until the i-th use of a ring of N is there to be read."""
+    mbarrier.wait(bars.index(i % N), (i // N) & 1)
+
+
+@gluon.jit
+def wait_empty(bars, i, N: gl.constexpr):
+    """Until the i-th use of a ring of N may be written."""
+    mbarrier.wait(bars.index(i % N), ((i // N) & 1) ^ 1)
+
+
+@gluon.jit
+def give_back(bars, slot):
+    async_copy.mbarrier_arrive(bars.index(slot), increment_count=False)

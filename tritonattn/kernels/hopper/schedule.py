@@ -1,0 +1,193 @@
+"""Which tile of queries a program computes next, worked out by one of its warps.
+
+Tiles are numbered, and a program takes every n-th of n programs.  Sequences are cut into blocks of
+``section``, one a lane of the warp, whose keys are read at about the same time; the rows past the
+last sequence count as one more, without keys.  Blocks come one after another, in a block the KV
+heads, and of one head the query tiles by falling *level*, so that the heavy ones come first:
+tile i of a sequence with c keys before its queries has level i + ceil(c / BLOCK_M).  A level holds
+one tile of a sequence at most; they are in the order of their sequences.  The query heads of a
+group, which share keys and values, come last.
+
+The number of tiles at or above a level is a sum over the lanes, so the level of a tile is found by
+bisection, and its sequence by the rank of its lane.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .. import masks
+from . import ring
+
+
+class Block(NamedTuple):
+    """Sequences, one a lane."""
+
+    q_start: object
+    len_q: object
+    k_start: object
+    len_k: object
+    context: object
+    base: object  # level of the first tile
+    tiles: object  # tiles of queries
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def load_block(batch, first, section, lane, SPEC: gl.constexpr):
+    sequence = first + lane
+    is_sequence = (lane < section) & (sequence < batch.num_seqs)
+    has_rows = (lane < section) & (sequence <= batch.num_seqs)
+    q_start = gl.load(batch.cu_seqlens_q + sequence, mask=has_rows, other=0)
+    q_end = gl.load(batch.cu_seqlens_q + sequence + 1, mask=is_sequence, other=0)
+    q_end = gl.where(is_sequence, q_end, batch.total_q)
+    len_q = gl.where(has_rows, gl.maximum(q_end - q_start, 0), 0)
+    context = lane * 0
+    lens = gl.load(batch.lens + sequence, mask=is_sequence, other=0)
+    if not SPEC.HAS_CACHE:
+        k_start = lens
+        len_k = gl.load(batch.lens + sequence + 1, mask=is_sequence, other=0) - k_start
+        len_k = gl.maximum(len_k, 0)
+    else:
+        k_start = q_start
+        context = gl.maximum(lens, 0)
+        len_k = context
+        if SPEC.HAS_NEW:
+            len_k += gl.where(is_sequence, len_q, 0)
+    base = gl.cdiv(gl.maximum(len_k - len_q, 0), SPEC.BLOCK_M)
+    return Block(q_start, len_q, k_start, len_k, context, base, gl.cdiv(len_q, SPEC.BLOCK_M))
+
+
+@gluon.jit
+def tiles_from(block, level):
+    """How many tiles of a block, of one head, are at ``level`` or above."""
+    above = block.base + block.tiles - level
+    return gl.sum(gl.minimum(gl.maximum(above, 0), block.tiles), 0)
+
+
+@gluon.jit
+def find(block, number, lane):
+    """(which lane's, its level) of tile ``number`` of a block; the first as a mask of the lanes."""
+    level = number * 0
+    end = gl.max(block.base + block.tiles, 0)
+    while end - level > 1:
+        middle = (level + end) // 2
+        if tiles_from(block, middle) > number:
+            level = middle
+        else:
+            end = middle
+    rank = number - tiles_from(block, level + 1)
+    has_level = (block.base <= level) & (level < block.base + block.tiles)
+    order = gl.associative_scan(has_level.to(gl.int32), 0, add)
+    return has_level & (order == rank + 1), level
+
+
+@gluon.jit
+def of_lane(is_it, values):
+    return gl.sum(gl.where(is_it, values, 0), 0)
+
+
+@gluon.jit
+def visible_keys(pos, num_keys, masking, SPEC: gl.constexpr):
+    return masks.interval(
+        pos, num_keys, masking.left, masking.right, masking.chunk,
+        SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK,
+    )  # fmt: skip
+
+
+@gluon.jit
+def describe(block, is_it, level, sequence, head, masking, lane, SPEC: gl.constexpr):
+    """The fields of a tile, one a lane."""
+    BLOCK_N: gl.constexpr = SPEC.BLOCK_N
+    len_q = of_lane(is_it, block.len_q)
+    len_k = of_lane(is_it, block.len_k)
+    context = of_lane(is_it, block.context)
+    begin = (level - of_lane(is_it, block.base)) * SPEC.BLOCK_M
+    rows = gl.minimum(len_q - begin, SPEC.BLOCK_M)
+    shift = len_k - len_q
+    pos = begin + shift
+    first_a, last_a = visible_keys(pos, len_k, masking, SPEC)
+    first_b, last_b = visible_keys(pos + rows - 1, len_k, masking, SPEC)
+    low, high, full_low, full_high = masks.tile_ranges(first_a, last_a, first_b, last_b)
+    keep_low, last_c = visible_keys(shift, len_k, masking, SPEC)
+    first_d, keep_high = visible_keys(shift + len_q - 1, len_k, masking, SPEC)
+    high = gl.maximum(high, low)
+
+    num_new = 0
+    top_new = 0
+    if SPEC.HAS_NEW:
+        bottom = gl.maximum(low, context)
+        num_new = gl.cdiv(gl.maximum(high - bottom, 0), BLOCK_N)
+        top_new = bottom + (num_new - 1) * BLOCK_N
+    num_old = 0
+    top_old = 0
+    if SPEC.HAS_CACHE:
+        PAGE: gl.constexpr = SPEC.PAGE_SIZE if SPEC.PAGE_SIZE < BLOCK_N else BLOCK_N
+        bottom = low // PAGE * PAGE
+        end = gl.where(high > low, gl.minimum(high, context), 0)
+        num_old = gl.cdiv(gl.maximum(end - bottom, 0), BLOCK_N)
+        top_old = bottom + (num_old - 1) * BLOCK_N
+
+    packed = of_lane(is_it, block.k_start) - context
+    fields = gl.where(lane == ring.NUM_TILES, num_new + num_old, 0)
+    fields = gl.where(lane == ring.NUM_NEW, num_new, fields)
+    fields = gl.where(lane == ring.TOP_NEW, top_new, fields)
+    fields = gl.where(lane == ring.TOP_OLD, top_old, fields)
+    fields = gl.where(lane == ring.TOKEN, of_lane(is_it, block.q_start) + begin, fields)
+    fields = gl.where(lane == ring.HEAD, head, fields)
+    fields = gl.where(lane == ring.ROWS, rows, fields)
+    fields = gl.where(lane == ring.POS, pos, fields)
+    fields = gl.where(lane == ring.LEN_K, len_k, fields)
+    fields = gl.where(lane == ring.FULL_LOW, full_low, fields)
+    fields = gl.where(lane == ring.FULL_HIGH, full_high, fields)
+    fields = gl.where(lane == ring.KEEP_LOW, keep_low, fields)
+    fields = gl.where(lane == ring.KEEP_HIGH, keep_high, fields)
+    fields = gl.where(lane == ring.CONTEXT, context, fields)
+    fields = gl.where(lane == ring.SEQUENCE, sequence, fields)
+    return gl.where(lane == ring.PACKED, packed, fields)
+
+
+@gluon.jit
+def publish(fields, tiles, tile_full, tile_empty, count, SPEC: gl.constexpr):
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows = ring.view_as(tiles, gl.int32, [ring.SLOTS, ring.WIDTH], ROW)
+    ring.wait_empty(tile_empty, count, ring.SLOTS)
+    rows.index(count % ring.SLOTS).store(fields)
+    mbarrier.arrive(tile_full.index(count % ring.SLOTS), count=1)
+
+
+@gluon.jit
+def schedule(batch, masking, section, num_kv_heads, tiles, bars, SPEC: gl.constexpr):
+    """The scheduler's whole work."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, LANES)
+    tile = gl.program_id(0)
+    first = 0  # sequence of the block
+    before = 0  # tiles of the blocks before it
+    count = 0  # tiles announced
+    block = load_block(batch, first, section, lane, SPEC)
+    in_block = gl.sum(block.tiles, 0)
+    while first <= batch.num_seqs:
+        number = tile - before
+        if number < in_block * num_kv_heads * SPEC.GROUP:
+            kv_head = number // (in_block * SPEC.GROUP)
+            number -= kv_head * (in_block * SPEC.GROUP)
+            is_it, level = find(block, number // SPEC.GROUP, lane)
+            sequence = first + of_lane(is_it, lane)
+            head = kv_head * SPEC.GROUP + number % SPEC.GROUP
+            fields = describe(block, is_it, level, sequence, head, masking, lane, SPEC)
+            publish(fields, tiles, bars.tile_full, bars.tile_empty, count, SPEC)
+            count += 1
+            tile += gl.num_programs(0)
+        else:
+            before += in_block * num_kv_heads * SPEC.GROUP
+            first += section
+            block = load_block(batch, first, section, lane, SPEC)
+            in_block = gl.sum(block.tiles, 0)
+    publish(lane * 0 - 1, tiles, bars.tile_full, bars.tile_empty, count, SPEC)
