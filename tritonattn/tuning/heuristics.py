@@ -26,6 +26,7 @@ from .config import (
     hopper_block,
     invalid,
     whole_block,
+    why_no_boxes,
 )
 
 SHORT = 64  # rows up to which a call waits for memory
@@ -108,12 +109,15 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
         return Tile(_up_to(64, rows), keys, warps, 4 if width <= 128 else 3)
     if not problem.rows_aligned:
         return Tile(64, 32, 8, 3)
+    form = KernelConfig.form if why_no_boxes(problem, device) else "boxes"
     if width <= 64:
-        return Tile(64, 64, 4, 2)
+        return Tile(64, 64, 4, 3 if device.arch == 90 else 2, form)
     # Warpgroups take operands from shared memory, other warps from their registers.
+    if width <= 128 and device.arch == 90 and not is_heavy:
+        return Tile(64, 64, 4, 3, form)  # two blocks beside each other
     if width <= 128:
-        return Tile(128, 32 if is_heavy and not has_warpgroup_mma(device) else 64, 8, 3)
-    return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2)
+        return Tile(128, 32 if is_heavy and not has_warpgroup_mma(device) else 64, 8, 3, form)
+    return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2, form)
 
 
 def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:

@@ -44,13 +44,13 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
         forms = [form for form in HOPPER_FORMS if "early" not in form]
         for n, s, form in itertools.product((64, 128), (2, 3, 4), forms):
             tried.append(KernelConfig(128, n, 1, 4, s, form, HOPPER))
-    for m, n, w, s, p in itertools.product(heights, lengths, warps, stages, sorted(packs)):
-        tried.append(KernelConfig(m, n, min(p, m), w, s))
-    if is_long and not why_no_boxes(problem, device):
+    elif is_long and not why_no_boxes(problem, device):
         # With the usual pack alone, and without the deepest pipelines: they would double all this.
         for m, n, w, s in itertools.product(heights, lengths, warps, stages[:2]):
             pack = min(m, problem.group if problem.max_q < 2 * m else 1)
             tried.append(KernelConfig(m, n, pack, w, s, "boxes"))
+    for m, n, w, s, p in itertools.product(heights, lengths, warps, stages, sorted(packs)):
+        tried.append(KernelConfig(m, n, min(p, m), w, s))
     unique = list(dict.fromkeys(tried))
     return [config for config in unique if not invalid(config, problem, device)]
 
