@@ -140,15 +140,14 @@ def rescale(acc, alpha):
 
 @gluon.jit
 def attend(
-    P: gl.constexpr, q, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC: gl.constexpr
+    P: gl.constexpr, qk, q, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC: gl.constexpr
 ):
-    """All key tiles of a tile of queries; ``keys`` have been visited before."""
+    """All key tiles of a tile of queries but the last one's values; ``keys`` is the first one's
+    use of ``ks``, whose product ``qk`` has begun."""
     STAGES: gl.constexpr = SPEC.STAGES
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     dtype: gl.constexpr = ks.dtype
     n = tile.num_tiles
-    ring.wait_full(bars.k_full, keys, STAGES)
-    qk = begin_products(q, ks, keys, bars, SPEC)
     qk = warpgroup_mma_wait(0, deps=[qk])
     ring.give_back(bars.k_empty, keys % STAGES)
     key = key_of(0, tile, SPEC)
@@ -192,10 +191,7 @@ def attend(
             acc = rescale(acc, alpha)
     if SPEC.FORM & AHEAD:
         acc = rescale(acc, alpha)
-    sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)
-    acc = warpgroup_mma_wait(0, deps=[sums])
-    ring.give_back(bars.v_empty, (keys - 1) % STAGES)
-    return acc, row_max, row_sum, keys
+    return acc, row_max, row_sum, p, key, keys
 
 
 @gluon.jit
@@ -210,12 +206,15 @@ def store(P: gl.constexpr, acc, row_max, row_sum, tiles, slot, output, SPEC: gl.
     token = ring.field(tiles, slot, ring.TOKEN, 4) + P * M
     head = ring.field(tiles, slot, ring.HEAD, 4).to(gl.int64)
     rows = ring.field(tiles, slot, ring.ROWS, 4) - P * M
+    # Added to what is the same for every tile, a zero that the compiler cannot see through: held
+    # in registers all through the loops, that would not leave enough of them.
+    zero = (rows + P * M) >> 30
     if SPEC.HAS_LSE:
-        offs = gl.arange(0, M, O_ROWS)
+        offs = zero + gl.arange(0, M, O_ROWS)
         lses = output.lse + head * output.stride_lse_head + token
         gl.store(lses + offs, lse, mask=offs < rows)
     out = gl.convert_layout(out.to(output.ptr.dtype.element_ty), OUT)
-    offs = gl.arange(0, M, gl.SliceLayout(1, OUT))
+    offs = zero + gl.arange(0, M, gl.SliceLayout(1, OUT))
     cols = gl.arange(0, SPEC.BLOCK_DV, gl.SliceLayout(0, OUT))
     start = output.ptr + token.to(gl.int64) * output.stride_token + head * output.stride_head
     ptrs = start + gl.expand_dims(offs * output.stride_token, 1) + gl.expand_dims(cols, 0)
@@ -228,7 +227,7 @@ def store(P: gl.constexpr, acc, row_max, row_sum, tiles, slot, output, SPEC: gl.
 
 
 @gluon.jit
-def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, SPEC: gl.constexpr):
+def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, is_padding, SPEC: gl.constexpr):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     ROWS: gl.constexpr = gl.SliceLayout(1, products(SPEC.BLOCK_N))
     offs = P * M + gl.arange(0, M, ROWS)
@@ -245,12 +244,26 @@ def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, SPEC: gl.constexpr
         sequence = ring.field(tiles, slot, ring.SEQUENCE, 4)
         head = ring.field(tiles, slot, ring.HEAD, 4).to(gl.int64)
         ptr = scoring.alibi_slopes + head * scoring.stride_alibi_head
-        slope = gl.load(ptr + sequence.to(gl.int64) * scoring.stride_alibi_seq).to(gl.float32)
+        ptr += sequence.to(gl.int64) * scoring.stride_alibi_seq
+        slope = gl.load(ptr, mask=~is_padding, other=0.0).to(gl.float32)
     full_low = ring.field(tiles, slot, ring.FULL_LOW, 4)
     full_high = ring.field(tiles, slot, ring.FULL_HIGH, 4)
     return scores.rows_of(
         pos, first, last, full_low, full_high, scale, scoring.softcap, slope, SPEC
     )
+
+
+@gluon.jit
+def begin_tile(P: gl.constexpr, count, keys, qs, ks, tiles, bars, SPEC: gl.constexpr):
+    """How many key tiles the next tile of queries has, and its first product, begun; that is one of
+    anything where there is no tile."""
+    ring.wait_full(bars.tile_full, count, ring.SLOTS)
+    n = ring.field(tiles, count % ring.SLOTS, ring.NUM_TILES, 4)
+    i = (count % SPEC.Q_SLOTS) * ring.CONSUMERS + P
+    stage = keys % SPEC.STAGES
+    mbarrier.wait(bars.q_full.index(i), (count // SPEC.Q_SLOTS) & 1, pred=n > 0)
+    mbarrier.wait(bars.k_full.index(stage), (keys // SPEC.STAGES) & 1, pred=n > 0)
+    return n, begin_products(qs.index(i), ks, keys, bars, SPEC)
 
 
 @gluon.jit
@@ -265,45 +278,45 @@ def consume(
         if P == 1:
             turn(True, 0)
     count = 0  # tiles of queries
-    queries = 0  # of these, tiles with keys
     keys = 0  # tiles of keys
-    ring.wait_full(bars.tile_full, 0, ring.SLOTS)
-    n = ring.field(tiles, 0, ring.NUM_TILES, 4)
-    while n >= 0:
+    n, qk = begin_tile(P, 0, 0, qs, ks, tiles, bars, SPEC)
+    qk = warpgroup_mma_wait(1, deps=[qk])  # which waits for nothing yet
+    while n > 0:
         slot = count % ring.SLOTS
+        tile = Tile(
+            n,
+            ring.field(tiles, slot, ring.NUM_NEW, 4),
+            ring.field(tiles, slot, ring.TOP_NEW, 4),
+            ring.field(tiles, slot, ring.TOP_OLD, 4),
+            ring.field(tiles, slot, ring.KEEP_LOW, 4),
+            ring.field(tiles, slot, ring.KEEP_HIGH, 4),
+            ring.field(tiles, slot, ring.CONTEXT, 4),
+        )
         row_max = gl.full([M], float("-inf"), gl.float32, ROWS)
         row_sum = scores.no_sums(row_max, SPEC)
+        is_padding = ring.field(tiles, slot, ring.SEQUENCE, 4) >= num_seqs
         if SPEC.HAS_SINK:
             head = ring.field(tiles, slot, ring.HEAD, 4).to(gl.int64)
             sink = gl.load(scoring.sinks + head * scoring.stride_sinks).to(gl.float32)
-            is_padding = ring.field(tiles, slot, ring.SEQUENCE, 4) >= num_seqs
             sink = gl.where(is_padding, float("-inf"), sink)
             row_max, row_sum = scores.with_sink(sink, row_max, row_sum, SPEC)
         acc = gl.full([M, SPEC.BLOCK_DV], 0.0, gl.float32, SUMS)
-        if n > 0:
-            tile = Tile(
-                n,
-                ring.field(tiles, slot, ring.NUM_NEW, 4),
-                ring.field(tiles, slot, ring.TOP_NEW, 4),
-                ring.field(tiles, slot, ring.TOP_OLD, 4),
-                ring.field(tiles, slot, ring.KEEP_LOW, 4),
-                ring.field(tiles, slot, ring.KEEP_HIGH, 4),
-                ring.field(tiles, slot, ring.CONTEXT, 4),
-            )
-            rows = read_rows(P, tiles, slot, scoring, masking, SPEC)
-            i = (queries % SPEC.Q_SLOTS) * ring.CONSUMERS + P
-            mbarrier.wait(bars.q_full.index(i), (queries // SPEC.Q_SLOTS) & 1)
-            acc, row_max, row_sum, keys = attend(
-                P, qs.index(i), ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC
-            )
-            ring.give_back(bars.q_empty, queries % SPEC.Q_SLOTS)
-            queries += 1
+        rows = read_rows(P, tiles, slot, scoring, masking, is_padding, SPEC)
+        q = qs.index((count % SPEC.Q_SLOTS) * ring.CONSUMERS + P)
+        acc, row_max, row_sum, p, key, keys = attend(
+            P, qk, q, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC
+        )
+        ring.give_back(bars.q_empty, count % SPEC.Q_SLOTS)
+        sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)
+        # The next tile's first product begins before this one's end.
+        count += 1
+        n, qk = begin_tile(P, count, keys, qs, ks, tiles, bars, SPEC)
+        acc, qk = warpgroup_mma_wait(1, deps=[sums, qk])
+        ring.give_back(bars.v_empty, (keys - 1) % SPEC.STAGES)
         row_sum = scores.whole_sums(row_sum, ROWS, SPEC)
         store(P, acc, row_max, row_sum, tiles, slot, output, SPEC)
         ring.give_back(bars.tile_empty, slot)
-        count += 1
-        ring.wait_full(bars.tile_full, count, ring.SLOTS)
-        n = ring.field(tiles, count % ring.SLOTS, ring.NUM_TILES, 4)
+    warpgroup_mma_wait(0, deps=[qk])
     if SPEC.FORM & TURNS:
         if P == 0:
             turn(False, 0)

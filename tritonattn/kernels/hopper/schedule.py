@@ -115,18 +115,18 @@ def describe(block, is_it, level, sequence, head, masking, lane, SPEC: gl.conste
     first_a, last_a = visible_keys(pos, len_k, masking, SPEC)
     first_b, last_b = visible_keys(pos + rows - 1, len_k, masking, SPEC)
     low, high, full_low, full_high = masks.tile_ranges(first_a, last_a, first_b, last_b)
-    keep_low, last_c = visible_keys(shift, len_k, masking, SPEC)
-    first_d, keep_high = visible_keys(shift + len_q - 1, len_k, masking, SPEC)
+    keep_low, _ = visible_keys(shift, len_k, masking, SPEC)
+    _, keep_high = visible_keys(shift + len_q - 1, len_k, masking, SPEC)
     high = gl.maximum(high, low)
 
-    num_new = 0
-    top_new = 0
+    num_new = level * 0
+    top_new = num_new
     if SPEC.HAS_NEW:
         bottom = gl.maximum(low, context)
         num_new = gl.cdiv(gl.maximum(high - bottom, 0), BLOCK_N)
         top_new = bottom + (num_new - 1) * BLOCK_N
-    num_old = 0
-    top_old = 0
+    num_old = level * 0
+    top_old = num_old
     if SPEC.HAS_CACHE:
         PAGE: gl.constexpr = SPEC.PAGE_SIZE if SPEC.PAGE_SIZE < BLOCK_N else BLOCK_N
         bottom = low // PAGE * PAGE
@@ -135,6 +135,15 @@ def describe(block, is_it, level, sequence, head, masking, lane, SPEC: gl.conste
         top_old = bottom + (num_old - 1) * BLOCK_N
 
     packed = of_lane(is_it, block.k_start) - context
+    # Queries that see nothing visit one tile that is hidden from them: of no rows, or no pages.
+    if num_new + num_old == 0:
+        if SPEC.HAS_NEW:
+            num_new += 1
+            top_new = 0
+            packed = -BLOCK_N
+        else:
+            num_old += 1
+            top_old = 0
     fields = gl.where(lane == ring.NUM_TILES, num_new + num_old, 0)
     fields = gl.where(lane == ring.NUM_NEW, num_new, fields)
     fields = gl.where(lane == ring.TOP_NEW, top_new, fields)
