@@ -111,9 +111,9 @@ def with_bias(x, rows, key, SPEC: gl.constexpr):
 
 @gluon.jit
 def score(qk, rows, key, limit, SPEC: gl.constexpr):
-    """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; what they are multiplied with last,
-    ``gain``, is left to do, if is_folded.  -inf where a key is not seen; keys from ``limit`` on are
-    not there."""
+    """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; what they are multiplied with
+    last, ``gain``, is left to do, if is_folded.  -inf where a key is not seen; keys from ``limit``
+    on are not there."""
     offs_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
     is_masked = (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit))
     x = qk
