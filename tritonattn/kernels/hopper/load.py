@@ -137,16 +137,16 @@ def read_tile(tiles, slot, num_tiles, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def copy_queries(q_box, tiles, slot, qs, bars, queries, SPEC: gl.constexpr):
+def copy_queries(q_box, tiles, slot, qs, bars, count, SPEC: gl.constexpr):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     boxes = ring.view_as(
         qs, qs.dtype, [SPEC.Q_SLOTS * ring.CONSUMERS, M, 1, SPEC.BLOCK_D], swizzled(3)
     )
     token = ring.field(tiles, slot, ring.TOKEN, 1)
     head = ring.field(tiles, slot, ring.HEAD, 1)
-    ring.wait_empty(bars.q_empty, queries, SPEC.Q_SLOTS)
+    ring.wait_empty(bars.q_empty, count, SPEC.Q_SLOTS)
     for part in gl.static_range(ring.CONSUMERS):
-        i = (queries % SPEC.Q_SLOTS) * ring.CONSUMERS + part
+        i = (count % SPEC.Q_SLOTS) * ring.CONSUMERS + part
         mbarrier.expect(bars.q_full.index(i), M * SPEC.BLOCK_D * 2)
         ring.copy_box(q_box, [token + part * M, head, 0], bars.q_full.index(i), boxes.index(i))
 
@@ -157,33 +157,30 @@ def load(q_box, k_box, v_box, k_pages, v_pages, table, qs, ks, vs, tiles, bars, 
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, LANES)
     count = 0  # tiles of queries
-    queries = 0  # of these, tiles with keys
     keys = 0  # tiles of keys
     zero = gl.program_id(0) * 0
     owed = Place(zero == 0, zero, lane, zero, zero)  # whose values have not been copied yet
     ring.wait_full(bars.tile_full, 0, ring.SLOTS)
     n = ring.field(tiles, 0, ring.NUM_TILES, 1)
-    while n >= 0:
+    while n > 0:
         slot = count % ring.SLOTS
-        if n > 0:
-            tile = read_tile(tiles, slot, n, SPEC)
-            place = place_of(0, tile, table, lane, SPEC)
-            for i in range(n):
-                # The next pages' ids arrive while these are waited for.
-                following = place_of(i + 1, tile, table, lane, SPEC)
-                ring.wait_empty(bars.k_empty, keys, SPEC.STAGES)
-                copy_tile(k_box, k_pages, place, bars.k_full, ks, keys, lane, SPEC.BLOCK_D, SPEC)
-                if keys > 0:
-                    ring.wait_empty(bars.v_empty, keys - 1, SPEC.STAGES)
-                    copy_tile(
-                        v_box, v_pages, owed, bars.v_full, vs, keys - 1, lane, SPEC.BLOCK_DV, SPEC
-                    )
-                if i == 0:
-                    copy_queries(q_box, tiles, slot, qs, bars, queries, SPEC)
-                owed = place
-                place = following
-                keys += 1
-            queries += 1
+        tile = read_tile(tiles, slot, n, SPEC)
+        place = place_of(0, tile, table, lane, SPEC)
+        for i in range(n):
+            # The next pages' ids arrive while these are waited for.
+            following = place_of(i + 1, tile, table, lane, SPEC)
+            ring.wait_empty(bars.k_empty, keys, SPEC.STAGES)
+            copy_tile(k_box, k_pages, place, bars.k_full, ks, keys, lane, SPEC.BLOCK_D, SPEC)
+            if keys > 0:
+                ring.wait_empty(bars.v_empty, keys - 1, SPEC.STAGES)
+                copy_tile(
+                    v_box, v_pages, owed, bars.v_full, vs, keys - 1, lane, SPEC.BLOCK_DV, SPEC
+                )
+            if i == 0:
+                copy_queries(q_box, tiles, slot, qs, bars, count, SPEC)
+            owed = place
+            place = following
+            keys += 1
         ring.give_back(bars.tile_empty, slot)
         count += 1
         ring.wait_full(bars.tile_full, count, ring.SLOTS)

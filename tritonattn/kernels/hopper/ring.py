@@ -34,7 +34,7 @@ CONSUMERS = gl.constexpr(_CONSUMERS)
 CONSUMER_THREADS = gl.constexpr(128)
 
 # Key tiles to visit, from the last to the first; the packed keys' come before the cached ones'.
-NUM_TILES = gl.constexpr(0)  # in all; negative: there is no more work
+NUM_TILES = gl.constexpr(0)  # in all, 1 or more; negative: there is no more work
 NUM_NEW = gl.constexpr(1)  # of packed keys
 TOP_NEW = gl.constexpr(2)  # first key of the first packed tile to visit
 TOP_OLD = gl.constexpr(3)  # and of the first cached one

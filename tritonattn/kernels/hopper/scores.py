@@ -25,10 +25,16 @@ class Rows(NamedTuple):
     last: object
     full_low: object  # keys that every row sees
     full_high: object
-    unit: object  # what a product is in the first step's argument; [M] if HAS_QUERY_SCALE
-    gain: object  # a score in base 2 is gain x + offset; gain > 0
-    offset: object
+    unit: object  # what a product is multiplied with first; [M] but for a lone scale
+    gain: object  # what a score is multiplied with last, a positive scalar
     slope: object  # in base 2
+
+
+@gluon.constexpr_function
+def is_folded(softcap, alibi, query_scale):
+    """Whether scores are something times one positive number: that may wait until after the
+    maximum, where it costs nothing."""
+    return not alibi and (softcap or not query_scale)
 
 
 @gluon.jit
@@ -40,28 +46,41 @@ def reciprocal(x):
 
 
 @gluon.jit
-def column(x, HAS_ROWS: gl.constexpr):
-    """[M, 1] of [M], and a scalar as it is."""
-    if HAS_ROWS:
-        return gl.expand_dims(x, 1)
+def tanh(y, ok):
+    """To some 1e-7; relative where ``ok`` and all |y| < 1, of which NaN are none.
+
+    There it is a polynomial, y p(y^2), which the units of multiplication compute: those of
+    exponentials and reciprocals, which the rest would need twice a score, are busy already.
+    """
+    if ok & (gl.max(gl.max(gl.abs(y), 1), 0) < 1.0):
+        z = y * y
+        p = 0.0009637702605687082 * z - 0.005951274652034044
+        p = p * z + 0.019973276183009148
+        p = p * z - 0.053265832364559174
+        p = p * z + 0.13319583237171173
+        p = p * z - 0.33332130312919617
+        t = y * (p * z + 0.9999997019767761)
     else:
-        return x
+        # 1 - 2 / (e^2y + 1) has no inf / inf at either end.
+        t = 1.0 - 2.0 * reciprocal(gl.exp2(y * (2.0 * LOG2E)) + 1.0)
+    return t
 
 
 @gluon.jit
-def rows_of(pos, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr):
+def rows_of(
+    pos, is_row, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr
+):
     """``scale`` a positive scalar, or [M] of any sign, and ``slope`` in natural units."""
-    unit = scale * LOG2E
     gain = 1.0
-    offset = 0.0
     if SPEC.HAS_SOFTCAP:
-        # c tanh(s / c) = c - 2 c / (e^(2 s / c) + 1), with no inf / inf at either end.
-        unit = unit * (2.0 / softcap)
-        gain = softcap * (2.0 * LOG2E)
-        offset = softcap * LOG2E
-    elif not SPEC.HAS_ALIBI and not SPEC.HAS_QUERY_SCALE:
-        gain = unit
-    return Rows(pos, first, last, full_low, full_high, unit, gain, offset, slope * LOG2E)
+        # What is no row's must not have a say either, even if it is infinite: 0 inf is NaN.
+        unit = gl.where(is_row, scale * (1.0 / softcap), 0.0)
+        gain = softcap * LOG2E
+    else:
+        unit = scale * LOG2E
+        if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
+            gain = unit
+    return Rows(pos, first, last, full_low, full_high, unit, gain, slope * LOG2E)
 
 
 @gluon.jit
@@ -92,19 +111,24 @@ def with_bias(x, rows, key, SPEC: gl.constexpr):
 
 @gluon.jit
 def score(qk, rows, key, limit, SPEC: gl.constexpr):
-    """x [M, BLOCK_N] of products with the keys from ``key`` on: scores are gain x + offset; -inf
-    where a key is not seen.  Keys from ``limit`` on are not there."""
+    """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; what they are multiplied with
+    last, ``gain``, is left to do, if is_folded.  -inf where a key is not seen; keys from ``limit``
+    on are not there."""
     offs_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
+    is_masked = (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit))
     x = qk
     if SPEC.HAS_SOFTCAP:
-        x = -reciprocal(gl.exp2(x * column(rows.unit, SPEC.HAS_QUERY_SCALE)) + 1.0)
+        # Keys that are not seen must not have a say in how the others' scores are computed.
+        x = tanh(x * gl.expand_dims(rows.unit, 1), ~is_masked)
         if SPEC.HAS_ALIBI:
-            x = x * rows.gain + rows.offset
-    elif SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
-        x = x * column(rows.unit, SPEC.HAS_QUERY_SCALE)
+            x = x * rows.gain
+    elif SPEC.HAS_QUERY_SCALE:
+        x = x * gl.expand_dims(rows.unit, 1)
+    elif SPEC.HAS_ALIBI:
+        x = x * rows.unit
     if SPEC.HAS_ALIBI:
         x = with_bias(x, rows, key, SPEC)
-    if (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit)):
+    if is_masked:
         last = gl.minimum(rows.last, limit) - key
         x = gl.where(masks.is_visible(offs_n, rows.first - key, last), x, float("-inf"))
     return x
@@ -114,10 +138,8 @@ def score(qk, rows, key, limit, SPEC: gl.constexpr):
 def raise_max(x, row_max, rows, SPEC: gl.constexpr):
     """(new row_max, what to subtract from scores, what to scale the sums so far by), all [M]."""
     most = gl.max(x, 1)
-    if not SPEC.HAS_ALIBI and (SPEC.HAS_SOFTCAP or not SPEC.HAS_QUERY_SCALE):
+    if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         most = most * rows.gain
-        if SPEC.HAS_SOFTCAP:
-            most = most + rows.offset
     most = gl.maximum(row_max, most)
     # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
     shift = gl.where(most == float("-inf"), 0.0, most)
@@ -127,10 +149,8 @@ def raise_max(x, row_max, rows, SPEC: gl.constexpr):
 @gluon.jit
 def weigh(x, shift, rows, SPEC: gl.constexpr):
     """[M, BLOCK_N] weights."""
-    if not SPEC.HAS_ALIBI and (SPEC.HAS_SOFTCAP or not SPEC.HAS_QUERY_SCALE):
+    if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         x = x * rows.gain
-        if SPEC.HAS_SOFTCAP:
-            shift = shift - rows.offset
     return gl.exp2(x - gl.expand_dims(shift, 1))
 
 
