@@ -136,7 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
                         help="default: bfloat16 on a GPU, float32 on a CPU")  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="compare with transformers' eager")
+    parser.add_argument("--check", action="store_true", help="compare every token with the one "
+                        "that transformers' eager attention finds likeliest there")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="print the answers alone")
     args = parser.parse_args(argv)
     if sentence := missing():

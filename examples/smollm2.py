@@ -40,33 +40,31 @@ def load(device: str, dtype: torch.dtype):
 
 @torch.inference_mode()
 def compare_with_eager(model, request: Request) -> tuple[bool, list[str]]:
-    """Whether a request's tokens are those of transformers' own greedy generation, with ``model``
-    as it is: attn_implementation="eager".
+    """Whether a request's tokens are those of greedy generation with ``model`` as it is, which is
+    transformers' own: attn_implementation="eager".
 
-    Two right programs round 16-bit numbers differently. So there, where eager's logits of its own
-    token and of ours are at most one rounding step apart, ours passes, a note says so, and eager
-    goes on from it.
+    They are if each is the likeliest after the prompt and the tokens before it, so that one forward
+    pass over all of them tells; and if they end where generation does.  Two right programs round
+    16-bit numbers differently.  So there, where eager's logits of its own token and of ours are at
+    most one rounding step apart, ours passes, and a note says so.
     """
     rounding = 0.0 if model.dtype == torch.float32 else torch.finfo(model.dtype).eps
+    output, start = request.output, len(request.prompt)
+    ids = torch.tensor([request.prompt + output], device=model.device)
+    logits = model(ids).logits[0, start - 1 : -1]
     notes: list[str] = []
-    done = 0
-    while ours := request.output[done:]:
-        ids = torch.tensor([request.prompt + request.output[:done]], device=model.device)
-        eager = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens - done,
-            do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-        theirs = eager.sequences[0, ids.shape[1] :].tolist()
+    for i, (ours, theirs) in enumerate(zip(output, logits.argmax(-1).tolist(), strict=True)):
         if ours == theirs:
-            break
-        pairs = list(zip(ours, theirs, strict=False))
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if at is None:
-            return False, [*notes, f"{len(ours)} tokens from here on, {len(theirs)} in eager"]
-        here, there = (eager.logits[at][0, token].item() for token in pairs[at])
-        notes.append(f"token {done + at}: eager's logits: ours {here:g}, its own {there:g}")
+            continue
+        here, there = (logits[i, token].item() for token in (ours, theirs))
+        notes.append(f"token {i}: eager's logits: ours {here:g}, its own {there:g}")
         if rounding == 0 or there - here > rounding * abs(there):
             return False, notes
         notes[-1] += f", a tie in {model.dtype}"
-        done += at + 1
+    stop = model.generation_config.eos_token_id
+    stops = {stop} if isinstance(stop, int) else set(stop or ())
+    ends = (i + 1 for i, token in enumerate(output) if token in stops)
+    end = next(ends, request.max_new_tokens)
+    if len(output) != end:
+        return False, [*notes, f"{len(output)} tokens, {end} in eager"]
     return True, notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -101,15 +102,24 @@ def prompts(padding: str, device: Any = "cpu", length: int = 9, missing: int = 3
 def in_float64() -> Iterator[None]:
     """Models of float64 compute in float64 where their code says float32, such as in the softmax.
 
-    Where float64's least number became -inf in float32, padding would give NaN besides.
+    Where float64's least number became -inf in float32, padding would give NaN besides.  Some make
+    one factor of a product float32 by another name.
     """
     softmax = torch.nn.functional.softmax
 
     def wide(x: Any, *args: Any, dtype: Any = None, **how: Any) -> Any:
         return softmax(x, *args, dtype=None if x.dtype == torch.float64 else dtype, **how)
 
-    softmaxes = mock.patch.object(torch.nn.functional, "softmax", wide)
-    with softmaxes, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if torch.float64 in (a.dtype, b.dtype):
+            a, b = a.double(), b.double()
+        return torch.matmul(a, b)
+
+    with (
+        mock.patch.object(torch.nn.functional, "softmax", wide),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        mock.patch.object(torch.Tensor, "__matmul__", product),
+    ):
         yield
 
 
@@ -131,6 +141,18 @@ def assert_same_logits(run: Any, model: Any, name: str) -> None:
 def forward(batch: dict[str, Any]) -> Any:
     """Logits of a model at the tokens that are not padding."""
     return lambda model: model(**batch).logits[batch["attention_mask"].bool()]
+
+
+def skip_static_chunks(name: str) -> None:
+    """transformers 5.17 makes no masks of chunks for a static cache: its generate() passes an
+    argument that its function for them does not have."""
+    masking = versions.masking()
+    passed, taken = (
+        "block_sequence_ids" in inspect.signature(function).parameters
+        for function in (masking.create_masks_for_generate, masking.create_chunked_causal_mask)
+    )
+    if name == "llama4" and passed and not taken:
+        pytest.skip("transformers' own generate() fails for chunks with a static cache")
 
 
 def needs(*version: int) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -101,6 +102,50 @@ def test_repeat_runs_what_the_first_launch_ran(
         assert named == [results(again).get(leaf, leaf) for leaf in after[5]]
         if not gathers and before is log[half - 1] and first is not None:
             assert "result 0" in named
+
+
+def empty_calls() -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+    """Calls of attention, and of the other functions that launch, with nothing to write."""
+    q, new = torch.empty(0, 8, 64), torch.empty(0, 2, 64)
+    cache, ints = torch.empty(4, 16, 2, 64), torch.zeros(2, 300, dtype=torch.int32)
+    starts, lens = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    keys, slots = torch.empty(9, 2, 64), torch.empty(0, dtype=torch.int64)
+    none = lens[:0]
+    paged = tritonattn.paged_attention
+    return {
+        "varlen": partial(tritonattn.varlen_attention, q, keys, keys, starts, starts),
+        "varlen, no keys": partial(tritonattn.varlen_attention, q, new, new, starts, starts),
+        "prefix": partial(
+            tritonattn.prefix_attention, q, new, new, cache, cache, ints, starts, lens
+        ),
+        "paged": partial(paged, q, cache, cache, ints, lens, cu_seqlens_q=starts),
+        "paged, no pages": partial(paged, q, cache[:0], cache[:0], ints, lens, cu_seqlens_q=starts),
+        "paged, no sequences": partial(paged, q, cache, cache, ints[:0], none),
+    }, {
+        "merge": partial(tritonattn.merge_states, q.expand(3, -1, -1, -1), torch.empty(3, 8, 0)),
+        "write": partial(tritonattn.write_kv_cache, new, new, cache, cache, slots),
+        "gather": partial(
+            tritonattn.gather_kv_cache, cache, cache, ints, lens, cu_seqlens_k=starts, total_k=0
+        ),
+        "append": partial(append.place, none, None, 1, 0, ints[:0], 16),
+    }
+
+
+@torch.no_grad()
+def test_repeat_of_a_call_with_nothing_to_write_launches_nothing(log: list[tuple]) -> None:
+    """The merging kernel does not run then, nor may what it would merge."""
+    attention, others = empty_calls()
+    for call in attention.values():
+        for options in (
+            {}, {"num_splits": 1}, {"num_splits": 3}, {"num_splits": 3, "return_lse": True},
+            {"num_splits": 3, "out": torch.empty(0, 8, 64)},
+        ):  # fmt: skip
+            for _ in range(3):
+                call(**options)
+    for call in others.values():
+        for _ in range(3):
+            call()
+    assert log == []
 
 
 def decode() -> list[torch.Tensor]:

@@ -156,6 +156,25 @@ def test_check_accepts_another_token_only_where_16_bit_logits_tie(dtype, device)
     assert len(notes) == 1
 
 
+def test_check_wants_the_tokens_of_generation_from_first_to_last(tiny, device):
+    ids = torch.tensor([PREFIX], device=device)
+    tokens = tiny.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0
+    )[0, len(PREFIX) :].tolist()
+
+    def check(output):
+        return generate.compare_with_eager(tiny, engine.Request("given", PREFIX, 4, output))
+
+    assert check(tokens) == (True, [])
+    for at in range(4):
+        assert not check([*tokens[:at], (tokens[at] + 1) % 96, *tokens[at + 1 :]])[0]
+    assert check(tokens[:3]) == (False, ["3 tokens, 4 in eager"])
+    tiny.generation_config.eos_token_id = tokens[1]
+    stops = tokens.index(tokens[1]) + 1
+    assert check(tokens[:stops]) == (True, [])
+    assert check(tokens) == (False, [f"4 tokens, {stops} in eager"])
+
+
 def test_check_sees_wrong_attention(tiny, monkeypatch):
     def skip_a_key(q, k_cache, v_cache, block_table, seq_lens, **bounds):
         return paged_attention(q, k_cache, v_cache, block_table, seq_lens - 1, **bounds)

@@ -145,14 +145,16 @@ def test_what_is_not_installed_is_named(module: str) -> None:
         (lambda out, lse: (out.clone(), lse), "is not the out that was passed"),
     ],
 )
-def test_check_refuses_results_of_another_form(answer: Any, message: str) -> None:
+def test_check_refuses_results_of_another_form(
+    answer: Any, message: str, device: torch.device
+) -> None:
     import tritonattn
 
     def paged_attention(*args: Any, **options: Any) -> Any:
         return answer(*tritonattn.paged_attention(*args, **options))
 
     case = Case(PAGED, (5,), (1,), heads=(1, 1), head_dims=(16, 16), options={"return_lse": True})
-    args, options = case.build(torch.device("cpu"))
+    args, options = case.build(device)
     q = args[0]
     with pytest.raises(AssertionError, match=message):
         testing.check(paged_attention, *args, **options, out=torch.empty_like(q))

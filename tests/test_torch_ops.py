@@ -82,7 +82,7 @@ def test_compiled_cases_have_every_option_of_attention() -> None:
 
 @pytest.mark.parametrize("views", ["made inside", "made outside", "own memory"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
-def test_write_then_attend_keeps_its_order(views, dtype) -> None:
+def test_write_then_attend_keeps_its_order(views, dtype, device) -> None:
     def inside(q, k, v, pool, *rest):
         return decode_step(q, k, v, pool.unbind(1), *rest)
 
@@ -94,21 +94,21 @@ def test_write_then_attend_keeps_its_order(views, dtype) -> None:
         return caches, step(q, k, v, caches, *rest)
 
     step = inside if views == "made inside" else decode_step
-    inputs = decode_inputs(2, 5, 3)
+    inputs = decode_inputs(2, 5, 3, device)
     inputs[3] = inputs[3].to(dtype)
     program, _ = compiled(step)
     expected = run(step, [x.clone() for x in inputs])
     assert_same_bits(run(program, inputs), expected)
 
 
-def test_written_caches_and_results_are_not_copied_by_inductor() -> None:
+def test_written_caches_and_results_are_not_copied_by_inductor(device) -> None:
     """The graph's copies for mutation, which would move the whole cache, are all taken out.
 
     All of the program are operators of this package, so that nothing wants a C++ compiler.
     """
     from torch._inductor.utils import run_and_get_code
 
-    q, k, v, pool, *rest = decode_inputs(2, 5, 3)
+    q, k, v, pool, *rest = decode_inputs(2, 5, 3, device)
     expected_pool = pool.clone()
     expected = decode_step(q, k, v, expected_pool.unbind(1), *rest)
     step = torch.compile(decode_step, fullgraph=True)
@@ -135,10 +135,10 @@ def mark(*inputs: Any) -> None:
 DECODES = ((4, 6, 3), (2, 4, 2), (3, 9, 5))
 
 
-def test_one_program_decodes_all_sizes() -> None:
+def test_one_program_decodes_all_sizes(device) -> None:
     program, counter = compiled(decode_step)
     for sizes in DECODES:
-        inputs, twins = decode_inputs(*sizes), decode_inputs(*sizes)
+        inputs, twins = decode_inputs(*sizes, device), decode_inputs(*sizes, device)
         caches, expected_caches = (
             [x.clone() for x in each[3].unbind(1)] for each in (inputs, twins)
         )
@@ -149,7 +149,7 @@ def test_one_program_decodes_all_sizes() -> None:
     assert counter.frame_count == 1
 
 
-def test_unmarked_sizes_compile_a_second_program_and_no_third() -> None:
+def test_unmarked_sizes_compile_a_second_program_and_no_third(device) -> None:
     """All sizes change at the second call, bounds and scales with them."""
 
     def step(inputs, bound):
@@ -158,13 +158,13 @@ def test_unmarked_sizes_compile_a_second_program_and_no_third() -> None:
 
     program, counter = compiled(step)
     for bound, sizes in enumerate(DECODES, 20):
-        inputs = decode_inputs(*sizes)
+        inputs = decode_inputs(*sizes, device)
         assert_same_bits(program(inputs, bound), step(inputs, bound))
     assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("function", [varlen_attention, prefix_attention, paged_attention])
-def test_one_program_attends_to_all_lengths_with_every_option(function) -> None:
+def test_one_program_attends_to_all_lengths_with_every_option(function, device) -> None:
     def call(args, options):
         return function(*args, **options, causal=True, return_lse=True)
 
@@ -175,18 +175,18 @@ def test_one_program_attends_to_all_lengths_with_every_option(function) -> None:
             query_scale=True, tree_mask=True, kv_scale="[B, Hkv]", out="contiguous",
             options={"window_size": (3, None), "softcap": 5.0, "num_splits": 2}, **small,
         )  # fmt: skip
-        args, options = case.build()
+        args, options = case.build(device)
         for x in args:  # a cache's pages and the table's columns with all first axes
             mark(x)
         for name, x in options.items():
             if isinstance(x, Tensor) and name != "sinks":
                 mark(x)
         torch._dynamo.mark_dynamic(options["tree_mask"], 1)
-        assert_same_bits(program(args, options), call(*case.build()))
+        assert_same_bits(program(args, options), call(*case.build(device)))
     assert counter.frame_count == 1
 
 
-def test_one_program_moves_any_number_of_tokens_and_pages() -> None:
+def test_one_program_moves_any_number_of_tokens_and_pages(device) -> None:
     def step(k, v, cache, slots, table, lens, starts, pairs, other):
         write_kv_cache(k, v, cache, cache, slots)
         copy_blocks([cache], pairs)
@@ -204,6 +204,7 @@ def test_one_program_moves_any_number_of_tokens_and_pages() -> None:
         starts = torch.arange(batch + 1, dtype=torch.int32) * 3
         pairs = torch.stack([torch.arange(copies), pages - 1 - torch.arange(copies)], 1)
         arguments = [k, v, cache, torch.arange(new), table, lens, starts, pairs, other]
+        arguments = [x.to(device) for x in arguments]
         mark(arguments)
         return arguments
 
@@ -226,9 +227,9 @@ def test_alibi_slopes_and_attention_temperature_compile_as_they_are() -> None:
     assert counter.frame_count == 2
 
 
-def test_compiled_program_runs_the_whole_eager_way_each_time() -> None:
+def test_compiled_program_runs_the_whole_eager_way_each_time(device) -> None:
     """Lengths are device values, of which the program holds none; it validates as eager does."""
-    (q, *cache, lens), options = Case(PAGED, k_lens=(5, 9), **small).build()
+    (q, *cache, lens), options = Case(PAGED, k_lens=(5, 9), **small).build(device)
     program, counter = compiled(paged_attention)
     for lengths in ((5, 9), (1, 0), (-3, 4)):
         lens.copy_(torch.tensor(lengths))

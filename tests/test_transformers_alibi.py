@@ -11,7 +11,12 @@ from hf_models import ALIBI, assert_same_logits, build, forward, integration, ou
 from test_transformers import compare_generation, drop
 
 from tritonattn.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from tritonattn.integrations import transformers_alibi, transformers_routes, transformers_versions
+from tritonattn.integrations import (
+    transformers_alibi,
+    transformers_masks,
+    transformers_routes,
+    transformers_versions,
+)
 
 pytestmark = hf_models.needs(5, 5)
 
@@ -41,6 +46,23 @@ def test_mpt_refuses_padding_between_tokens_behind_a_cache(device):
         ArgumentValueError, match=r"attention_mask must have its padding at one end"
     ):
         compare_generation("mpt", batch, device)
+
+
+def test_mpt_refuses_padding_that_it_may_not_look_at(device, monkeypatch):
+    for module in (transformers_masks, transformers_alibi):
+        monkeypatch.setattr(module, "must_not_wait", lambda tokens: True)
+    with pytest.raises(ArgumentValueError, match=r"cannot be looked at in a captured graph"):
+        compare_generation("mpt", prompts("left", device), device)
+
+
+def test_mpt_looks_at_padding_between_compiled_graphs(device):
+    """generate() compiles the forward pass by itself where the cache is static, on a GPU alone."""
+    batch, model = prompts("left", device), ours("mpt", device)
+    how = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    with torch.no_grad():
+        want = ours("mpt", device).generate(**batch, **how)
+        model.forward = torch.compile(model.forward, backend="eager")
+        assert torch.equal(model.generate(**batch, **how), want)
 
 
 def test_a_static_cache_of_falcon_gives_the_tokens_of_a_dynamic_one(device):

@@ -132,7 +132,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         assert torch.equal(a, e)
 
 
-def as_fake(tree: Any, mode: FakeTensorMode, device: str = "cpu") -> Any:
+def as_fake(tree: Any, mode: FakeTensorMode, device: Any = "cpu") -> Any:
     def fake(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x

@@ -7,6 +7,8 @@ block_table.int().``
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 
@@ -26,12 +28,24 @@ class UnsupportedError(TritonAttnError, RuntimeError):
     """The machine cannot do what was asked; the message names the limit and the nearest way out."""
 
 
+class Text(NamedTuple):
+    """A text that ``describe`` passes on without quotes.
+
+    No subclass of str: the compiler of torch 2.11 constructs none, and the message of a bad call
+    would be lost while it is traced.
+    """
+
+    text: str
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def describe(value: object) -> str:
     """What came, in a message's words: ``float32 [8, 40]`` for a tensor, else the repr."""
+    if isinstance(value, Text):
+        return value.text
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)} {list(value.shape)}"
     return repr(value)
@@ -48,13 +62,6 @@ def bad_type(function: str, argument: str, rule: str, got: object, fix: str) -> 
 
 def unsupported(function: str, argument: str, rule: str, got: object, fix: str) -> UnsupportedError:
     return UnsupportedError(_message(function, argument, rule, got, fix))
-
-
-class Text(str):
-    """A text that ``describe`` passes on without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _message(function: str, argument: str, rule: str, got: object, fix: str) -> str:

@@ -17,8 +17,8 @@ from .merge import merge_partials
 from .plan import HOPPER, Plan, plan
 from .portable import Partial
 from .problem import Problem
-from .scratch import take
-from .tuning.config import KernelConfig
+from .scratch import take, take_counters
+from .tuning.config import KernelConfig, whole_block
 from .tuning.store import forced, lookup
 
 # What may be a tensor, in the order in which ``arguments`` takes it.
@@ -50,6 +50,7 @@ class Repeats:
     lse_shape: tuple[int, ...]
     offsets: list[int]  # of the partial results in their scratch, in bytes
     scratch: int  # its size, in float32
+    counters: int  # int32 zeros beside it
 
 
 _ready: dict[tuple, Ready] = {}
@@ -72,14 +73,19 @@ def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, t
     results = [out.data_ptr()]
     if lse is not None:
         results.append(lse.data_ptr())
-    if repeats.merge is None:
+    if not repeats.offsets:
         repeats.attention(*addresses, *results)
     else:
-        scratch = take(call.q, repeats.scratch, shared=not call.is_operator)
+        shared = not call.is_operator
+        scratch = take(call.q, repeats.scratch, shared=shared)
         start = scratch.data_ptr()
         parts = [start + offset for offset in repeats.offsets]
+        if repeats.counters:
+            counters = take_counters(call.q, repeats.counters, shared=shared)
+            parts.append(counters.data_ptr())
         repeats.attention(*addresses, *results, *parts)
-        repeats.merge(*parts, *results)
+        if repeats.merge is not None:
+            repeats.merge(*parts, *results)
     return out if lse is None else (out, lse)
 
 
@@ -104,15 +110,16 @@ def _first(
     lse = call.lse
     if lse is None and call.return_lse:
         lse = q.new_empty(lse_shape, dtype=torch.float32)
-    parts = ready.plan.num_splits
-    partial = _partial(call, parts, shape) if parts > 1 else None
+    partial = _partial(call, ready.plan, config, shape)
     work = kernel_side(config).prepare(
         call, problem, ready.plan, config, ready.gpu, ready.spec, out, lse, partial
     )
     kernel, grid, args, constants, options = work
+    # Without rows there is nothing to write, and the kernel that merges parts does not run either.
+    grid = grid if total_q else 0
     attention = binaries.launch(kernel, grid, args, constants, options, ready.gpu, q.device)
     merge = None
-    if partial is not None:
+    if partial is not None and ready.plan.cut == "parts":
         merge = merge_partials(partial.out, partial.lse, out, lse, ready.gpu, partial.counts)
     if attention is not None and call.repeats is not None:
         names = [name for name in _INPUTS if isinstance(getattr(call, name), torch.Tensor)]
@@ -120,18 +127,31 @@ def _first(
         given = [x.data_ptr() for x in (*inputs(call), out, lse, *(partial or ())) if x is not None]
         # Not so where an argument had to be copied into another layout.
         if repeat.addresses == given:
-            offsets = [x.data_ptr() - partial.out.data_ptr() for x in partial] if partial else []
+            kept = list(partial or ())
+            counters = kept.pop().numel() if ready.plan.cut == "shares" else 0
             call.repeats[key] = Repeats(
                 inputs, repeat, None if merge is None else binaries.Repeat(merge),
-                shape, lse_shape, offsets, sum(x.numel() for x in partial or ()),
+                shape, lse_shape, [x.data_ptr() - kept[0].data_ptr() for x in kept],
+                sum(x.numel() for x in kept), counters,
             )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
-def _partial(call: Call, parts: int, shape: tuple[int, int, int]) -> Partial:
+def _partial(
+    call: Call, plan_: Plan, config: KernelConfig, shape: tuple[int, int, int]
+) -> Partial | None:
     tokens, heads, dim = shape
+    shared = not call.is_operator
+    if plan_.cut == "":
+        return None
+    if plan_.cut == "shares":
+        rows, block_dv = plan_.programs * 2 * config.block_m, whole_block(dim)
+        scratch = take(call.q, rows * (block_dv + 1), shared=shared)
+        out, lse = scratch[: rows * (block_dv + 1)].split((rows * block_dv, rows))
+        return Partial(out, lse, take_counters(call.q, 2 * plan_.programs, shared=shared))
+    parts = plan_.num_splits
     sizes = parts * tokens * heads * dim, parts * tokens * heads, tokens * heads
-    scratch = take(call.q, sum(sizes), shared=not call.is_operator)
+    scratch = take(call.q, sum(sizes), shared=shared)
     out, lse, counts = scratch[: sum(sizes)].split(sizes)
     return Partial(
         out.view(parts, tokens, heads, dim), lse.view(parts, heads, tokens),
@@ -164,7 +184,7 @@ def _get_ready(
         plan_ = plan(problem, gpu, found.kernel)
         if found.kernel != HOPPER:
             aligned &= starts
-        if plan_.num_splits > 1:  # partial results in float32, packed
+        if plan_.cut == "parts":  # partial results in float32, packed
             aligned &= problem.head_dim_v % 4 == 0
         if call.out is None:
             aligned &= problem.head_dim_v * problem.dtype.itemsize % 16 == 0

@@ -14,9 +14,7 @@ PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
 MIN_SPLIT = 512  # keys that are worth a program of their own
-BUSY = 2  # programs an SM that share a batch's keys evenly
-CROWD = 32  # programs an SM, most of them leaving at once, that a grid has room for
-SCRATCH = 1 << 24  # float32 numbers of partial results
+BUSY = 2  # programs an SM that share a batch's keys
 SHORT = 64  # mean queries a sequence up to which lengths may differ much: decodes and a chunk
 
 MOST_DIMS = 256  # of a head, in Hopper's kernel
@@ -27,14 +25,14 @@ HOPPER_QUERIES = 96  # mean queries a sequence that fill its tiles of 128 well e
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel, and how the keys that a tile of queries sees are cut into at most ``num_splits``
-    parts.
+    """The kernel, and how the keys that a tile of queries sees are cut (``kernels.splits``).
 
-    In parts of ``split_keys`` keys, or else so that all parts of the batch, of at least
-    ``least_keys``, keep ``programs`` programs evenly busy, which the device works out from its
-    lengths; or else, where these are 0, in ``num_splits`` equal ones.
+    ``cut`` "": not at all.  "parts": into at most ``num_splits``, of ``split_keys`` keys or, where
+    that is 0, equal ones.  "shares": ``programs`` programs take equal shares of the whole batch,
+    fewer where shares would have less than ``least_keys`` keys.
     """
 
+    cut: str = ""
     num_splits: int = 1
     split_keys: int = 0
     programs: int = 0
@@ -89,7 +87,7 @@ def _why_not_worth_it(problem: Problem, split: Plan) -> str:
         if problem.has_cache and problem.num_splits != 1:
             return f"batch_invariant cuts cached keys into parts of {INVARIANT_SPLIT}"
         return ""
-    if split.num_splits > 1:
+    if split.cut:
         return "so few queries leave the GPU idle unless keys are split"
     mean = min(problem.max_q, problem.total_q // max(1, problem.batch))
     if mean < HOPPER_QUERIES:
@@ -99,21 +97,28 @@ def _why_not_worth_it(problem: Problem, split: Plan) -> str:
 
 def _split(problem: Problem, device: Device) -> Plan:
     if problem.num_splits:
-        return Plan(problem.num_splits)
+        return _parts(problem.num_splits)
     if problem.batch_invariant:
         # A fixed size, so that where a sequence is cut depends on nothing but its own length.
         if problem.function == "varlen_attention":
-            return Plan(1)
-        return Plan(max(1, -(-problem.capacity_k // INVARIANT_SPLIT)), INVARIANT_SPLIT)
-    programs = max(1, problem.total_q * problem.num_kv_heads)
+            return Plan()
+        return _parts(-(-problem.capacity_k // INVARIANT_SPLIT), INVARIANT_SPLIT)
+    tiles = problem.total_q
     if problem.max_q > 1:
         tiles = max(problem.batch, -(-problem.total_q * problem.group // 64))
-        programs = tiles * problem.num_kv_heads
+    programs = max(1, tiles * problem.num_kv_heads)
     busy = BUSY * device.sm_count
-    room = busy
-    if problem.has_cache and problem.total_q <= SHORT * problem.batch:
-        # However many sequences there are, one may be much longer than the others.
-        numbers = problem.total_q * problem.num_kv_heads * problem.group * problem.head_dim_v
-        room = min(CROWD * device.sm_count, programs * (SCRATCH // max(1, numbers)))
-    most = min(room // programs, problem.max_k // MIN_SPLIT, MAX_SPLITS)
-    return Plan(most, programs=busy, least_keys=MIN_SPLIT) if most > 1 else Plan()
+    if device.backend == "hip":
+        # Parts of one tile would meet in caches that its chiplets keep apart.
+        return _parts(min(busy // programs, problem.max_k // MIN_SPLIT, MAX_SPLITS))
+    # Few tiles; or many, of which one may see many more keys than the others.  Key tiles of 16 and
+    # tiles of a single query are counted in int32.
+    work = problem.total_q * problem.num_kv_heads * problem.group * (problem.max_k // 16 + 2)
+    is_short = 2 * programs <= busy or problem.total_q <= SHORT * problem.batch
+    if is_short and work < 1 << 31:
+        return Plan("shares", programs=busy, least_keys=MIN_SPLIT)
+    return Plan()
+
+
+def _parts(num_splits: int, split_keys: int = 0) -> Plan:
+    return Plan("parts", num_splits, split_keys) if num_splits > 1 else Plan()

@@ -24,14 +24,19 @@ from .call import Call
 from .device import Device
 from .kernels.attention import Masking, attention_kernel
 from .kernels.spec import Spec
-from .kernels.splits import Splits
+from .kernels.splits import Shares, Splits
 from .plan import Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, blocks, whole_block
 
 
 class Partial(NamedTuple):
-    """``[parts, tokens, heads, dim]``, ``[parts, heads, tokens]`` and ``[heads, tokens]``."""
+    """Memory for results over some of a tile's keys.
+
+    Of parts: ``[parts, tokens, heads, dim]``, ``[parts, heads, tokens]`` and ``[heads, tokens]``;
+    of shares: ``[2 programs, block_m, block_dv]``, ``[2 programs, block_m]`` and, zero when idle,
+    ``[2 programs]``.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -52,9 +57,12 @@ def prepare(
     tiles = problem.batch
     if call.cu_seqlens_q is not None:
         tiles += problem.total_q // (config.block_m // config.pack) + 1
-    programs_per_tile = problem.num_kv_heads * -(-problem.group // config.pack)
+    tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
+    grid = tiles * plan.num_splits
+    if plan.cut == "shares" and tiles > 0:
+        grid = plan.programs + tiles
     return Work(
-        attention_kernel, tiles * programs_per_tile * plan.num_splits,
+        attention_kernel, grid,
         _arguments(call, problem, plan, config, out, lse, partial), {"SPEC": spec},
         Options(config.num_warps, config.num_stages),
     )  # fmt: skip
@@ -69,22 +77,25 @@ def _arguments(
     lse: torch.Tensor | None,
     partial: Partial | None,
 ) -> tuple:
-    k = v = k_cache = v_cache = splits = None
+    k = v = k_cache = v_cache = None
+    splits: Splits | Shares | None = None
     if call.k is not None and call.v is not None:
         k, v = rows(call.k), rows(call.v)
     if call.k_cache is not None and call.v_cache is not None:
         k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
     masking = masking_of(call, problem)
-    if partial is not None:
-        splits = Splits(
-            plan.num_splits, -(-plan.split_keys // config.block_n), plan.programs,
-            -(-plan.least_keys // config.block_n), _widest(masking, config.block_m // config.pack),
-        )  # fmt: skip
+    parts = None
+    if partial is not None and plan.cut == "parts":
+        parts = partials(*partial)
+        splits = Splits(plan.num_splits, -(-plan.split_keys // config.block_n))
+    elif partial is not None:
+        least = -(-plan.least_keys // config.block_n)
+        splits = Shares(*partial, plan.programs, least, _widest(masking, config.block_m // config.pack))
     return (
         rows(call.q), k, v, k_cache, v_cache,
         dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),
         batch_of(call, problem), scoring_of(call, problem), masking, output(out, lse),
-        None if partial is None else partials(*partial), splits, problem.num_kv_heads,
+        parts, splits, problem.num_kv_heads,
     )  # fmt: skip
 
 
@@ -92,6 +103,12 @@ def _widest(masking: Masking, queries: int) -> int:
     """About how many keys ``queries`` neighbours can see, however many there are."""
     left, right, chunk = cast(tuple[int, int, int], masking[:3])
     return min(left + right, chunk, NO_LIMIT) + queries
+
+
+def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:
+    if plan.cut != "shares":
+        return 0
+    return 1 << (config.pack - 1).bit_length() if problem.is_decode else config.block_m
 
 
 def make_spec(
@@ -133,7 +150,8 @@ def make_spec(
         problem.has_sinks,
         problem.has_query_scale,
         has_lse,
-        plan.num_splits > 1,
+        plan.cut,
+        _share_rows(problem, plan, config),
         aligned,
         gpu.is_interpreter,
     )

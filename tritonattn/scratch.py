@@ -2,8 +2,8 @@
 
 One thread's calls on one stream run one after another, so they can share it.  A graph may be
 replayed on another stream, beside eager calls and other graphs, so what is captured gets memory of
-its own from the graph.  So do compiled programs: they run in a graph's memory before they are
-captured, and nothing of it may be kept.
+its own.  So do compiled programs: they run in a graph's memory before they are captured, and
+nothing of that may be kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ import torch
 import triton
 
 _LIMIT = 1 << 24  # float32 numbers, 64 MiB; what is larger goes back to torch after each call
+_COUNTERS = 1 << 22  # int32 numbers that all calls on a GPU draw from, 16 MiB
 
-_buffers: dict[tuple[int, int, int], torch.Tensor] = {}
+_Key = tuple[int, int, int]  # thread, GPU and stream
+
+_buffers: dict[_Key, torch.Tensor] = {}
+_counters: dict[_Key, torch.Tensor] = {}
+_pools: dict[int, torch.Tensor] = {}  # by GPU: the counters that nothing has been given yet
+_lock = threading.Lock()
 
 
 def take(like: torch.Tensor, numel: int, *, shared: bool = True) -> torch.Tensor:
@@ -23,11 +29,41 @@ def take(like: torch.Tensor, numel: int, *, shared: bool = True) -> torch.Tensor
     index = like.get_device()
     if not shared or index < 0 or numel > _LIMIT or torch.cuda.is_current_stream_capturing():
         return like.new_empty(numel, dtype=torch.float32)
-    stream = triton.runtime.driver.active.get_current_stream(index)
-    key = (threading.get_ident(), index, stream)
+    key = _key(index)
     buffer = _buffers.get(key)
     if buffer is None or buffer.numel() < numel:
         # A power of two, so that a growing batch seldom replaces it.
         size = 1 << (numel - 1).bit_length()
         _buffers[key] = buffer = like.new_empty(size, dtype=torch.float32)
     return buffer
+
+
+def take_counters(like: torch.Tensor, numel: int, *, shared: bool = True) -> torch.Tensor:
+    """At least ``numel`` int32 zeros where ``like`` is, for kernels that leave them at zero.
+
+    Once an eager call has made a pool of them, neither graphs nor compiled programs have to clear
+    any: a captured call keeps its own for good, an eager one its stream's.
+    """
+    index = like.get_device()
+    if index < 0:
+        return like.new_zeros(numel, dtype=torch.int32)
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    key = _key(index)
+    counters = None if is_capturing else _counters.get(key)
+    if counters is None or counters.numel() < numel:
+        with _lock:
+            pool = _pools.get(index)
+            if pool is None and shared and not is_capturing:
+                pool = torch.zeros(_COUNTERS, dtype=torch.int32, device=like.device)
+                torch.cuda.current_stream(index).synchronize()  # other streams may use it next
+            if pool is None or pool.numel() < numel:
+                return like.new_zeros(numel, dtype=torch.int32)
+            counters, _pools[index] = pool[:numel], pool[-(-numel // 32) * 32 :]
+        if not is_capturing:
+            _counters[key] = counters
+    return counters
+
+
+def _key(index: int) -> _Key:
+    stream = triton.runtime.driver.active.get_current_stream(index)
+    return threading.get_ident(), index, stream

@@ -122,13 +122,15 @@ def warmup(
 
 
 def choices(problem: Problem, gpu: devices.Device, *bounds: int) -> list[tuple[KernelConfig, int]]:
-    """Configurations, each with 1 or 2 splits of the keys, that calls up to the bounds may get."""
+    """Configurations that calls up to the bounds may get, each with the ``num_splits`` for which a
+    small call takes the same binary: 0 where keys are shared out, else 1 or 2."""
     found: dict[tuple[KernelConfig, int], None] = {}
     for sized in _sizes(problem, *bounds):
         config = store.find(sized, gpu).config
-        splits = plan(sized, gpu, config.kernel).num_splits
+        its_plan = plan(sized, gpu, config.kernel)
+        splits = its_plan.num_splits
         if problem.num_splits < 2:  # else the caller's number
-            splits = min(splits, 2)
+            splits = 0 if its_plan.cut == "shares" else min(splits, 2)
         found[config, splits] = None
     return list(found)
 

@@ -67,12 +67,12 @@ def _explain(
     kernel = KERNEL_NAMES[found.config.kernel]
     print(f"kernel   {kernel}{_why(task, found, device)}")
     splits, parts = job.plan.num_splits, "in one part"
-    if splits > 1:
+    if job.plan.cut == "parts":
         parts = f"in {splits} parts"
         if job.plan.split_keys:
             parts = f"in parts of {job.plan.split_keys}, at most {splits}"
-        elif job.plan.programs:
-            parts = f"in at most {splits} parts, as the lengths on the device ask for"
+    elif job.plan.cut == "shares":
+        parts = f"in equal shares for {job.plan.programs} programs, by the lengths on the device"
     print(f"plan     keys {parts}")
     print(f"bucket   {task.family} {task.key}")
     print(f"config   {space.describe(found.config)}")
@@ -91,7 +91,7 @@ def _explain(
         f"{report.shared / 1024:.1f} of {device.shared_memory / 1024:.0f} KiB shared memory"
         f"{columns}, {spills}"
     )
-    if splits > 1:
+    if job.plan.cut == "parts":
         print("         merge_kernel, which joins the parts of what was cut")
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import UnsupportedError, bad_type, bad_value
 from ..extras import alibi_slopes
 from . import transformers_versions as versions
-from .transformers_masks import CAUSAL, is_spans, make_mask
+from .transformers_masks import CAUSAL, is_spans, make_mask, must_not_wait
 from .transformers_routes import FUNCTION, attend
 
 NAME = "tritonattn_alibi"  # known to the mask interface alone
@@ -92,12 +92,17 @@ class _Handed:
         return _Handed(self.mask.to(where, *args, **kwargs))
 
 
+@torch.compiler.disable  # between compiled graphs, where padding can be looked at
 def _make_mask(**given: Any) -> _Handed:
     by_rows = given["config"].model_type == "mpt"
     mask = make_mask(ask=by_rows, **given)
     if by_rows and mask is not None and not is_spans(mask) and mask.shape[2] != mask.shape[3]:
         rule = "must have its padding at one end for MPT, whose ALiBi counts padding too"
         fix = "Pad on the left, or give the whole sequence without a cache."
+        tokens = given["attention_mask"]
+        if tokens is not None and must_not_wait(tokens):
+            rule = "cannot be looked at in a captured graph, and MPT's ALiBi counts padding too"
+            fix = "Leave it out there, without padding."
         raise bad_value(FUNCTION, "attention_mask", rule, given["attention_mask"], fix)
     return _Handed(mask)
 

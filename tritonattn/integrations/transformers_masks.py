@@ -64,7 +64,7 @@ def make_mask(*, ask: bool = False, **given: Any) -> Tensor | None:
             return None
         start = torch.zeros(given["batch_size"], dtype=torch.int32, device=device)
         return _own(_spans(start, end), tokens, rule)
-    if (num_queries == 1 and not ask) or _must_not_wait(tokens):
+    if (num_queries == 1 and not ask) or must_not_wait(tokens):
         return _own(versions.dense_mask(given), tokens)
     spans = _without_holes(tokens, k_offset, end, rule.causal)
     if spans is None:
@@ -160,7 +160,7 @@ def _held(function: Any) -> dict[str, Any]:
     return dict(inspect.getclosurevars(function).nonlocals)
 
 
-def _must_not_wait(tensor: Tensor) -> bool:
+def must_not_wait(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -2,8 +2,9 @@
 
     out_i = sum_j softmax_j(s_ij) v_j,   s_ij = scale q_i . k_j  (capped, biased and masked)
 
-A program takes one tile of (token, head) rows of one sequence and one KV head, and one part of the
-keys that they see.  The three public functions are this kernel with other sources of keys.
+A tile is (token, head) rows of one sequence and one KV head.  A program takes one tile, or one part
+of the keys that one sees, or an equal share of all tiles' keys (``splits``).  The three public
+functions are this kernel with other sources of keys.
 """
 
 from typing import NamedTuple
@@ -13,9 +14,36 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import split_power
-from .splits import tiles_per_part
+from .splits import fair_share, find_piece, tiles_per_part
 from .tiles import find_sequence, load_scale, load_tile, store_tile
 from .walk import Queries, Source, attend
+
+
+class Inputs(NamedTuple):
+    """What the kernel takes, but for its results and how the keys are cut."""
+
+    q: object
+    k: object
+    v: object
+    k_cache: object
+    v_cache: object
+    k_scale: object
+    v_scale: object
+    table: object
+    batch: object
+    scoring: object
+    masking: object
+
+
+class Place(NamedTuple):
+    """Which tile, and which of the key tiles that it sees: ``count`` from number ``skip`` on."""
+
+    sequence: object
+    tile: object  # its number in the sequence
+    head_block: object
+    kv_head: object
+    skip: object
+    count: object
 
 
 class Scoring(NamedTuple):
@@ -82,16 +110,178 @@ def store_whole(output, acc, lse, token, head, row_ok, SPEC):
 @triton.jit
 def store_rows(output, partials, acc, lse, part, parts, token, head, row_ok, SPEC):
     """A tile's rows of out and lse, or of one of their parts; ``token`` counts over the batch."""
-    if SPEC.SPLIT:
-        if part == 0:
-            counts = partials.counts + head * partials.stride_lse_head + token
-            tl.store(counts, tl.zeros_like(token) + parts, mask=row_ok)
-        if parts > 1:
-            store_part(partials, acc, lse, part, token, head, row_ok, SPEC)
-        else:
-            store_whole(output, acc, lse, token, head, row_ok, SPEC)
+    if part == 0:
+        counts = partials.counts + head * partials.stride_lse_head + token
+        tl.store(counts, tl.zeros_like(token) + parts, mask=row_ok)
+    if parts > 1:
+        store_part(partials, acc, lse, part, token, head, row_ok, SPEC)
     else:
         store_whole(output, acc, lse, token, head, row_ok, SPEC)
+
+
+@triton.jit
+def queries_of(sequence, batch):
+    """(first token, tokens) of a sequence; of the rows past the last one, as of sequence num_seqs."""
+    if batch.cu_seqlens_q is not None:
+        start = tl.load(batch.cu_seqlens_q + sequence)
+        is_known = sequence < batch.num_seqs
+        end = tl.load(batch.cu_seqlens_q + sequence + 1, mask=is_known, other=batch.total_q)
+    else:
+        start = sequence
+        end = sequence + 1
+    return start, end - start
+
+
+@triton.jit
+def attend_tile(inputs, place, q_start, len_q, SPEC):
+    """(out [BLOCK_M, BLOCK_DV], natural-log lse [BLOCK_M]) over the place's keys."""
+    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
+    batch = inputs.batch
+    scoring = inputs.scoring
+    sequence = place.sequence
+    kv_head = place.kv_head
+    is_known = sequence < batch.num_seqs  # rows past the last sequence see no keys
+    offs_m = tl.arange(0, SPEC.BLOCK_M)
+    offs_q, head, row_ok = tile_rows(offs_m, place.tile, len_q, place.head_block, kv_head, SPEC)
+    token = q_start + offs_q
+
+    context, k_start, len_k = keys_of(sequence, batch, q_start, len_q, SPEC)
+    shift = len_k - len_q
+    pos = offs_q + shift  # [BLOCK_M]
+    first, last = visible_keys(pos, len_k, inputs.masking, SPEC)  # [BLOCK_M]
+    low, high, full_low, full_high = tile_range(place.tile, shift, len_q, len_k, inputs, SPEC)
+    if SPEC.SPLIT != "":
+        first_tile = low // SPEC.BLOCK_N + place.skip
+        low = tl.maximum(low, first_tile * SPEC.BLOCK_N)
+        high = tl.minimum(high, (first_tile + place.count) * SPEC.BLOCK_N)
+
+    q = inputs.q
+    q_rows = q.ptr + token.to(tl.int64) * q.stride_token + head * q.stride_head
+    q_tile = load_tile(q_rows, row_ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
+    q_tail = q_tile
+    if SPEC.TAIL_D > 0:
+        q_tail = load_tile(
+            q_rows, row_ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED
+        )
+    row_scale = tl.full([SPEC.BLOCK_M], 1.0, tl.float32) * scoring.softmax_scale
+    if SPEC.HAS_QUERY_SCALE:
+        row_scale *= tl.load(scoring.query_scale + token, mask=row_ok, other=0.0)
+    nothing = tl.full([SPEC.BLOCK_M], float("-inf"), tl.float32)
+    slopes = nothing
+    if SPEC.HAS_ALIBI:
+        slope_ptrs = scoring.alibi_slopes + tl.cast(sequence, tl.int64) * scoring.stride_alibi_seq
+        slope_ptrs += head * scoring.stride_alibi_head
+        slopes = tl.load(slope_ptrs, mask=row_ok & is_known, other=0.0).to(tl.float32)
+    sink = nothing
+    if SPEC.HAS_SINK:
+        sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0)
+        counts = is_known
+        if SPEC.SPLIT != "":
+            counts = counts & (place.skip == 0)  # once, however the keys are cut
+        sink = tl.where(counts, sink.to(tl.float32), float("-inf"))
+    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK, q_tile.dtype == tl.float32)
+    tree_rows = token.to(tl.int64)
+    if SPEC.HAS_TREE:
+        tree_rows = inputs.masking.tree + tree_rows * inputs.masking.stride_tree_row
+    rows = Queries(
+        q_tile, q_tail, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows,
+        inputs.masking, shift,
+    )  # fmt: skip
+    cached_rows = rows
+    cached_row_scale = row_scale
+    if SPEC.HALF_FP8:
+        # float8 becomes float16 by one instruction, and bfloat16 by several.
+        q_half, tail_half, power = split_power(q_tile, q_tail, SPEC.TAIL_D > 0, SPEC.INTERPRETED)
+        cached_row_scale = row_scale * power
+        cached_rows = Queries(
+            q_half, tail_half, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows,
+            inputs.masking, shift,
+        )  # fmt: skip
+
+    acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
+    k_scale = load_scale(inputs.k_scale, sequence, kv_head, is_known)
+    v_scale = load_scale(inputs.v_scale, sequence, kv_head, is_known)
+    if SPEC.HAS_CACHE:
+        table = inputs.table
+        k_cache = inputs.k_cache
+        v_cache = inputs.v_cache
+        if table.indptr is not None:
+            page_ids = table.ptr + tl.load(table.indptr + sequence)
+        else:
+            page_ids = table.ptr + tl.cast(sequence, tl.int64) * table.stride_seq
+        cached = Source(
+            k_cache.ptr + kv_head.to(tl.int64) * k_cache.stride_head,
+            v_cache.ptr + kv_head.to(tl.int64) * v_cache.stride_head,
+            k_cache.stride_token, v_cache.stride_token,
+            k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
+        )  # fmt: skip
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, cached_row_scale * k_scale, cached_rows, cached,
+            low, tl.minimum(high, context), full_low, full_high, SPEC.CACHE_FORMAT, SPEC,
+        )  # fmt: skip
+        acc *= v_scale
+    if SPEC.HAS_NEW:
+        k = inputs.k
+        v = inputs.v
+        first_row = k_start.to(tl.int64)
+        packed = Source(
+            k.ptr + kv_head.to(tl.int64) * k.stride_head + first_row * k.stride_token,
+            v.ptr + kv_head.to(tl.int64) * v.stride_head + first_row * v.stride_token,
+            k.stride_token, v.stride_token, 0, 0, None, None, context,
+        )  # fmt: skip
+        if not SPEC.HAS_CACHE:
+            row_scale *= k_scale
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, row_scale, rows, packed,
+            tl.maximum(low, context), high, full_low, full_high, "", SPEC,
+        )  # fmt: skip
+        if not SPEC.HAS_CACHE:
+            acc *= v_scale
+    return softmax.finish(acc, row_max, row_sum, q_tile.dtype == tl.float32)
+
+
+@triton.jit
+def keys_of(sequence, batch, q_start, len_q, SPEC):
+    """(keys in the cache, first packed key, all keys) of a sequence; none past the last one."""
+    is_known = sequence < batch.num_seqs
+    context = 0
+    k_start = q_start * 0
+    if not SPEC.HAS_CACHE:
+        k_start = tl.load(batch.lens + sequence)
+        len_k = tl.load(batch.lens + sequence + 1, mask=is_known, other=k_start) - k_start
+    else:
+        context = tl.maximum(tl.load(batch.lens + sequence, mask=is_known, other=0), 0)
+        len_k = context
+        if SPEC.HAS_NEW:
+            k_start = q_start
+            len_k += tl.where(is_known, len_q, 0)
+    return context, k_start, tl.maximum(len_k, 0)
+
+
+@triton.jit
+def tile_range(tile, shift, len_q, len_k, inputs, SPEC):
+    """(low, high) of the keys that any row of a tile sees, (full_low, full_high) that all see."""
+    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
+    first_pos = tile * BLOCK_Q + shift
+    last_pos = tl.minimum(tile * BLOCK_Q + BLOCK_Q, len_q) - 1 + shift
+    first_a, last_a = visible_keys(first_pos, len_k, inputs.masking, SPEC)
+    first_b, last_b = visible_keys(last_pos, len_k, inputs.masking, SPEC)
+    low, high, full_low, full_high = masks.tile_ranges(first_a, last_a, first_b, last_b)
+    if SPEC.HAS_TREE:
+        full_high = tl.minimum(full_high, tl.maximum(shift, 0))
+    return low, high, full_low, full_high
+
+
+@triton.jit
+def rows_to_store(place, q_start, len_q, num_kv_heads, ROWS: tl.constexpr, SPEC):
+    """(token, head, whether there is such a row) of the first ROWS of a tile."""
+    # From a zero that the compiler cannot see through: what only the end needs would otherwise hold
+    # a dozen registers all through the loops.
+    offs_m = tl.arange(0, ROWS) + (num_kv_heads >> 30)
+    offs_q, head, row_ok = tile_rows(
+        offs_m, place.tile, len_q, place.head_block, place.kv_head, SPEC
+    )
+    return q_start + offs_q, head, row_ok
 
 
 @triton.jit
@@ -108,166 +298,130 @@ def attention_kernel(
     scoring,  # Scoring
     masking,  # Masking
     output,  # Output
-    partials,  # Partials, if SPEC.SPLIT
-    splits,  # Splits, if SPEC.SPLIT
+    partials,  # Partials, if SPEC.SPLIT is "parts"
+    splits,  # Splits then, Shares if SPEC.SPLIT is "shares"
     num_kv_heads,
     SPEC: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
     HEAD_BLOCKS: tl.constexpr = (SPEC.GROUP + SPEC.PACK - 1) // SPEC.PACK
+    inputs = Inputs(
+        q, k, v, k_cache, v_cache, k_scale, v_scale, table, batch, scoring, masking
+    )  # fmt: skip
+    walks = num_kv_heads * HEAD_BLOCKS
 
     # Programs that share keys and values stand next to each other; late query tiles, which see most
-    # keys, come first.  First parts come before all others, of which many may find nothing to do.
-    pid = tl.program_id(0)
-    head_block = pid % HEAD_BLOCKS
-    pid = pid // HEAD_BLOCKS
-    kv_head = pid % num_kv_heads
-    pid = pid // num_kv_heads
-    tiles = tl.num_programs(0) // (HEAD_BLOCKS * num_kv_heads)
-    part = pid * 0
-    if SPEC.SPLIT:
-        tiles = tiles // splits.most
-        part = pid // tiles
-        pid = pid % tiles
-    tile = tiles - 1 - pid
-
-    # The sequence, its queries and its keys.
-    if batch.cu_seqlens_q is not None:
-        sequence, tile = find_sequence(batch.cu_seqlens_q, batch.num_seqs, tile, BLOCK_Q)
-        q_start = tl.load(batch.cu_seqlens_q + sequence)
-        has_end = sequence < batch.num_seqs
-        q_end = tl.load(batch.cu_seqlens_q + sequence + 1, mask=has_end, other=batch.total_q)
-    else:
-        sequence = tile
-        tile = tile * 0
-        q_start = sequence
-        q_end = sequence + 1
-    len_q = q_end - q_start
-    if tile * BLOCK_Q >= len_q:
-        return
-
-    offs_m = tl.arange(0, SPEC.BLOCK_M)
-    offs_q, head, row_ok = tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC)
-    token = q_start + offs_q
-
-    acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
-    nothing = tl.full([SPEC.BLOCK_M], float("-inf"), tl.float32)
-    if sequence >= batch.num_seqs:  # rows past the last sequence
-        if part == 0:
-            store_rows(output, partials, acc, nothing, part, 1, token, head, row_ok, SPEC)
-        return
-
-    context = 0  # keys in the cache
-    k_start = 0  # the sequence's first packed key
-    if not SPEC.HAS_CACHE:
-        k_start = tl.load(batch.lens + sequence)
-        len_k = tl.load(batch.lens + sequence + 1) - k_start
-    else:
-        context = tl.maximum(tl.load(batch.lens + sequence), 0)
-        len_k = context
-        if SPEC.HAS_NEW:
-            k_start = q_start
-            len_k += len_q
-    len_k = tl.maximum(len_k, 0)
-
-    # What the tile's rows see, and this program's share of it.
-    shift = len_k - len_q
-    pos = offs_q + shift  # [BLOCK_M]
-    first_pos = tile * BLOCK_Q + shift
-    last_pos = tl.minimum(tile * BLOCK_Q + BLOCK_Q, len_q) - 1 + shift
-    first, last = visible_keys(pos, len_k, masking, SPEC)  # [BLOCK_M]
-    first_a, last_a = visible_keys(first_pos, len_k, masking, SPEC)
-    first_b, last_b = visible_keys(last_pos, len_k, masking, SPEC)
-    low, high, full_low, full_high = masks.tile_ranges(first_a, last_a, first_b, last_b)
-    if SPEC.HAS_TREE:
-        full_high = tl.minimum(full_high, tl.maximum(shift, 0))
-    first_tile = low // SPEC.BLOCK_N
-    num_tiles = tl.cdiv(tl.maximum(high, low), SPEC.BLOCK_N) - first_tile
-    parts = 1
-    if SPEC.SPLIT:
-        walks = num_kv_heads * HEAD_BLOCKS
-        share = tiles_per_part(num_tiles, splits, batch, walks, BLOCK_Q, SPEC)
-        parts = tl.maximum(tl.cdiv(num_tiles, share), 1)
-        if part >= parts:
+    # keys, come first.
+    if SPEC.SPLIT == "shares":
+        share = fair_share(batch, splits, walks, BLOCK_Q, SPEC)
+        piece = find_piece(tl.program_id(0), share, batch, splits.widest, walks, BLOCK_Q, SPEC)
+        if piece.keys == 0:
             return
-        low = tl.maximum(low, (first_tile + part * share) * SPEC.BLOCK_N)
-        high = tl.minimum(high, (first_tile + (part + 1) * share) * SPEC.BLOCK_N)
-
-    q_rows = q.ptr + token.to(tl.int64) * q.stride_token + head * q.stride_head
-    q_tile = load_tile(q_rows, row_ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
-    q_tail = q_tile
-    if SPEC.TAIL_D > 0:
-        q_tail = load_tile(
-            q_rows, row_ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED
+        q_start, len_q = queries_of(piece.sequence, batch)
+        tile = tl.cdiv(len_q, BLOCK_Q) - 1 - piece.tile // walks
+        walk = piece.tile % walks
+        place = Place(
+            piece.sequence, tile, walk % HEAD_BLOCKS, walk // HEAD_BLOCKS,
+            piece.part * piece.keys, piece.keys,
+        )  # fmt: skip
+        out, lse = attend_tile(inputs, place, q_start, len_q, SPEC)
+        store_share(splits, output, out, lse, place, piece, q_start, len_q, num_kv_heads, SPEC)
+    else:
+        # First parts come before all others, of which many may find nothing to do.
+        pid = tl.program_id(0)
+        head_block = pid % HEAD_BLOCKS
+        pid = pid // HEAD_BLOCKS
+        kv_head = pid % num_kv_heads
+        pid = pid // num_kv_heads
+        tiles = tl.num_programs(0) // walks
+        part = pid * 0
+        if SPEC.SPLIT == "parts":
+            tiles = tiles // splits.most
+            part = pid // tiles
+            pid = pid % tiles
+        sequence = tiles - 1 - pid
+        tile = sequence * 0
+        if batch.cu_seqlens_q is not None:
+            sequence, tile = find_sequence(batch.cu_seqlens_q, batch.num_seqs, sequence, BLOCK_Q)
+        q_start, len_q = queries_of(sequence, batch)
+        if tile * BLOCK_Q >= len_q:
+            return
+        parts = 1
+        share = 0
+        if SPEC.SPLIT == "parts":
+            _, _, len_k = keys_of(sequence, batch, q_start, len_q, SPEC)
+            low, high, _, _ = tile_range(tile, len_k - len_q, len_q, len_k, inputs, SPEC)
+            low = low // SPEC.BLOCK_N
+            num_tiles = tl.cdiv(tl.maximum(high, low * SPEC.BLOCK_N), SPEC.BLOCK_N) - low
+            share = tiles_per_part(num_tiles, splits)
+            parts = tl.maximum(tl.cdiv(num_tiles, share), 1)
+            if part >= parts:
+                return
+        place = Place(sequence, tile, head_block, kv_head, part * share, share)
+        out, lse = attend_tile(inputs, place, q_start, len_q, SPEC)
+        token, head, row_ok = rows_to_store(
+            place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC
         )
-    row_scale = tl.full([SPEC.BLOCK_M], 1.0, tl.float32) * scoring.softmax_scale
-    if SPEC.HAS_QUERY_SCALE:
-        row_scale *= tl.load(scoring.query_scale + token, mask=row_ok, other=0.0)
-    slopes = nothing
-    if SPEC.HAS_ALIBI:
-        slope_ptrs = scoring.alibi_slopes + tl.cast(sequence, tl.int64) * scoring.stride_alibi_seq
-        slope_ptrs += head * scoring.stride_alibi_head
-        slopes = tl.load(slope_ptrs, mask=row_ok, other=0.0).to(tl.float32)
-    sink = nothing
-    if SPEC.HAS_SINK:
-        sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0)
-        sink = tl.where(part == 0, sink.to(tl.float32), float("-inf"))
-    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK, q_tile.dtype == tl.float32)
-    tree_rows = token.to(tl.int64)
-    if SPEC.HAS_TREE:
-        tree_rows = masking.tree + tree_rows * masking.stride_tree_row
-    rows = Queries(
-        q_tile, q_tail, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, masking, shift
-    )
-    cached_rows = rows
-    cached_row_scale = row_scale
-    if SPEC.HALF_FP8:
-        # float8 becomes float16 by one instruction, and bfloat16 by several.
-        q_half, tail_half, power = split_power(q_tile, q_tail, SPEC.TAIL_D > 0, SPEC.INTERPRETED)
-        cached_row_scale = row_scale * power
-        cached_rows = Queries(
-            q_half, tail_half, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows,
-            masking, shift,
-        )  # fmt: skip
-
-    cached_scale = load_scale(k_scale, sequence, kv_head)
-    cached_v_scale = load_scale(v_scale, sequence, kv_head)
-    if SPEC.HAS_CACHE:
-        if table.indptr is not None:
-            page_ids = table.ptr + tl.load(table.indptr + sequence)
+        if SPEC.SPLIT == "parts":
+            store_rows(output, partials, out, lse, part, parts, token, head, row_ok, SPEC)
         else:
-            page_ids = table.ptr + tl.cast(sequence, tl.int64) * table.stride_seq
-        cached = Source(
-            k_cache.ptr + kv_head.to(tl.int64) * k_cache.stride_head,
-            v_cache.ptr + kv_head.to(tl.int64) * v_cache.stride_head,
-            k_cache.stride_token, v_cache.stride_token,
-            k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
-        )  # fmt: skip
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, cached_row_scale * cached_scale, cached_rows, cached,
-            low, tl.minimum(high, context), full_low, full_high, SPEC.CACHE_FORMAT, SPEC,
-        )  # fmt: skip
-        acc *= cached_v_scale
-    if SPEC.HAS_NEW:
-        first_row = k_start.to(tl.int64)
-        packed = Source(
-            k.ptr + kv_head.to(tl.int64) * k.stride_head + first_row * k.stride_token,
-            v.ptr + kv_head.to(tl.int64) * v.stride_head + first_row * v.stride_token,
-            k.stride_token, v.stride_token, 0, 0, None, None, context,
-        )  # fmt: skip
-        if not SPEC.HAS_CACHE:
-            row_scale *= cached_scale
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, row_scale, rows, packed,
-            tl.maximum(low, context), high, full_low, full_high, "", SPEC,
-        )  # fmt: skip
-        if not SPEC.HAS_CACHE:
-            acc *= cached_v_scale
+            store_whole(output, out, lse, token, head, row_ok, SPEC)
 
-    # The rows anew, from a zero that the compiler cannot see through: what only the end needs would
-    # otherwise hold a dozen registers all through the loops.
-    offs_m += num_kv_heads >> 30
-    offs_q, head, row_ok = tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC)
-    token = q_start + offs_q
-    out, lse = softmax.finish(acc, row_max, row_sum, q_tile.dtype == tl.float32)
-    store_rows(output, partials, out, lse, part, parts, token, head, row_ok, SPEC)
+
+@triton.jit
+def store_share(shares, output, out, lse, place, piece, q_start, len_q, num_kv_heads, SPEC):
+    """A tile's rows, or one piece of them, of which the last program to get there merges all."""
+    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
+    if piece.parts == 1:
+        store_whole(output, out, lse, token, head, row_ok, SPEC)
+    else:
+        rows = (piece.first + piece.part).to(tl.int64) * SPEC.BLOCK_M + tl.arange(0, SPEC.BLOCK_M)
+        cells = rows[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
+        tl.store(shares.ptr + cells, out, mask=row_ok[:, None])
+        tl.store(shares.lse + rows, lse, mask=row_ok)
+        tl.debug_barrier()  # all of this program's stores come before its arrival
+        counter = shares.arrivals + piece.first
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == piece.parts - 1:
+            tl.store(counter, 0)
+            merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC)
+
+
+@triton.jit
+def merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC):
+    """A tile's rows from all of its pieces, in their order."""
+    # One query a sequence fills as many rows as there are heads in a tile.
+    ROWS: tl.constexpr = SPEC.SHARE_ROWS
+    CELLS: tl.constexpr = ROWS * SPEC.BLOCK_DV
+    MANY: tl.constexpr = 4096 // CELLS if CELLS < 4096 else 1
+    STEP: tl.constexpr = MANY if MANY < 32 else 32  # loads of so many parts are on their way at once
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, SPEC.BLOCK_DV)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, SPEC.BLOCK_DV], tl.float32)
+    for start in tl.range(0, piece.parts, STEP):
+        part = start + tl.arange(0, STEP)
+        ok = part < piece.parts
+        row = (piece.first + part).to(tl.int64)[:, None] * SPEC.BLOCK_M + rows[None, :]  # [STEP, ROWS]
+        cell = row[:, :, None] * SPEC.BLOCK_DV + cols[None, None, :]
+        # Other programs wrote them: not from this multiprocessor's own cache.
+        part_lse = tl.load(
+            shares.lse + row, mask=ok[:, None], other=float("-inf"), cache_modifier=".cg"
+        )
+        part_out = tl.load(
+            shares.ptr + cell, mask=ok[:, None, None], other=0.0, cache_modifier=".cg"
+        )
+        m_new = tl.maximum(row_max, tl.max(part_lse, 0))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp(row_max - shift)
+        weight = tl.exp(part_lse - shift[None, :])
+        row_sum = row_sum * alpha + tl.sum(weight, 0)
+        acc = acc * alpha[:, None] + tl.sum(part_out * weight[:, :, None], 0)
+        row_max = m_new
+    is_empty = row_sum == 0.0
+    divisor = tl.where(is_empty, 1.0, row_sum)
+    out = tl.math.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
+    lse = tl.where(is_empty, float("-inf"), row_max + tl.log(divisor))
+    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, ROWS, SPEC)
+    store_whole(output, out, lse, token, head, row_ok, SPEC)

@@ -73,7 +73,7 @@ def _quantise(
     if HAS_SCALE or FORMAT != "":
         tile = widen(tile, INTERPRETED)
     if HAS_SCALE:
-        divisor = tl.zeros(head.shape, tl.float32) + load_scale(scale, 0, head)
+        divisor = tl.zeros(head.shape, tl.float32) + load_scale(scale, 0, head, True)
         tile = tl.math.div_rn(tile, tl.broadcast_to(divisor[:, None], tile.shape))
     if FORMAT != "":
         tile = encode(tile, FORMAT)
@@ -173,7 +173,7 @@ def _dequantise(
     if FORMAT != "":
         tile = decode(tile, FORMAT, tl.float32 if HAS_SCALE else DTYPE, NATIVE_FP8)
     if HAS_SCALE:
-        factor = tl.zeros(head.shape, tl.float32) + load_scale(scale, sequence, head)
+        factor = tl.zeros(head.shape, tl.float32) + load_scale(scale, sequence, head, True)
         factor = tl.where(ok, factor, 0.0)
         tile = widen(tile, INTERPRETED) * factor[:, None]
     if tile.dtype != DTYPE:

@@ -37,6 +37,7 @@ class Spec(NamedTuple):
     HAS_SINK: bool
     HAS_QUERY_SCALE: bool
     HAS_LSE: bool
-    SPLIT: bool  # a tile's keys may be cut into parts
+    SPLIT: str  # how a tile's keys may be cut: "" not at all, "parts" or "shares"
+    SHARE_ROWS: int  # rows of a tile that can hold a query, where it is merged from shares
     ALIGNED: bool  # every row starts on 16 bytes
     INTERPRETED: bool

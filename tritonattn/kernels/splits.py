@@ -1,7 +1,14 @@
-"""How the keys of a tile of queries are cut into parts, each for a program of its own.
+"""How the keys of a tile of queries are cut: into parts that the host counts, or into shares.
 
-Lengths are known on the device alone, so the grid has room for ``most`` parts a tile and the
-programs settle here how many there are; those that find nothing left to do leave at once.
+Lengths are known on the device alone, so programs settle here who does what.
+
+*Parts*: the grid has room for ``most`` parts of every tile; those that find nothing left to do
+leave at once.  A second kernel merges them.
+
+*Shares*: what is longer than an equal share of the whole batch's work is cut into pieces of at most
+that length; a program takes one piece, and those that find none left leave at once.  So one long
+sequence is cut however many short ones stand beside it.  The last program to be done with a tile
+merges its pieces.
 """
 
 from typing import NamedTuple
@@ -11,56 +18,121 @@ import triton.language as tl
 
 
 class Splits(NamedTuple):
-    """The rule in force: of ``tiles`` each, or else equal shares for ``programs`` programs, or else
-    ``most`` parts of every tile."""
+    """Parts of ``tiles`` key tiles each, or else ``most`` equal ones."""
 
     most: object
-    tiles: object  # key tiles a part; 0: not fixed
-    programs: object  # that the whole batch should keep busy; 0: not asked
+    tiles: object  # 0: not fixed
+
+
+class Shares(NamedTuple):
+    """At most ``programs`` equal shares, and room for two pieces to merge for each of them."""
+
+    ptr: object  # [2 programs, BLOCK_M, BLOCK_DV] float32
+    lse: object  # [2 programs, BLOCK_M] float32
+    arrivals: object  # [2 programs] int32: programs done with the tile of this piece; 0 when idle
+    programs: object
     least: object  # key tiles that are worth a program
     widest: object  # a bound on the keys that a tile of queries sees, by window and chunk
 
 
-@triton.jit
-def batch_tiles(batch, widest, BLOCK_Q: tl.constexpr, SPEC):
-    """Pairs of a query tile and a key tile in the whole batch, by its lengths: float32, as it is an
-    estimate and may be large."""
-    STEP: tl.constexpr = 128
-    total = tl.zeros([STEP], tl.float32)
-    for start in tl.range(0, batch.num_seqs, STEP):
-        offs = start + tl.arange(0, STEP)
-        inside = offs < batch.num_seqs
-        len_k = tl.load(batch.lens + offs, mask=inside, other=0)
-        if not SPEC.HAS_CACHE:
-            len_k = tl.load(batch.lens + offs + 1, mask=inside, other=0) - len_k
-        len_k = tl.maximum(len_k, 0)
-        query_tiles = tl.full([STEP], 1, tl.int32)
-        if batch.cu_seqlens_q is not None:
-            len_q = tl.load(batch.cu_seqlens_q + offs + 1, mask=inside, other=0)
-            len_q -= tl.load(batch.cu_seqlens_q + offs, mask=inside, other=0)
-            query_tiles = tl.cdiv(len_q, BLOCK_Q)
-            if SPEC.HAS_CACHE and SPEC.HAS_NEW:
-                len_k += len_q
-        key_tiles = tl.cdiv(tl.minimum(len_k, widest), SPEC.BLOCK_N)
-        total += (key_tiles * inside).to(tl.float32) * query_tiles.to(tl.float32)
-    return tl.sum(total, 0)
+class Piece(NamedTuple):
+    """A program's piece of the batch's work."""
+
+    sequence: object
+    tile: object  # counts a sequence's query tiles, once for each of the ``walks`` over its keys
+    part: object  # of the tile's ``parts``
+    parts: object
+    keys: object  # key tiles of a part
+    first: object  # where the tile's pieces lie among those to be merged
 
 
 @triton.jit
-def tiles_per_part(num_tiles, splits, batch, heads, BLOCK_Q: tl.constexpr, SPEC):
-    """Key tiles a part, at least 1, of a query tile that sees ``num_tiles`` of them.
-
-    ``heads``: how often the batch's tiles are walked over, once for each block of heads.
-    """
+def tiles_per_part(num_tiles, splits):
+    """Key tiles a part, at least 1, of a query tile that sees ``num_tiles`` of them."""
     share = splits.tiles
-    if splits.tiles == 0:
+    if share == 0:
         share = tl.cdiv(num_tiles, splits.most)
-        if splits.programs > 0:
-            total = batch_tiles(batch, splits.widest, BLOCK_Q, SPEC) * heads
-            even = tl.minimum(total / splits.programs, 16777216.0).to(tl.int32)
-            even = tl.maximum(even, splits.least)
-            # What is little longer than an even share stays whole: merging costs more.  What is
-            # longer is cut small, so that its parts fill the gaps that others leave.
-            cut = tl.maximum((even + 1) // 2, splits.least)
-            share = tl.maximum(share, tl.where(num_tiles <= even + even // 4, num_tiles, cut))
     return tl.maximum(share, 1)
+
+
+@triton.jit
+def _tiles(start, batch, widest, STEP: tl.constexpr, BLOCK_Q: tl.constexpr, SPEC):
+    """(query tiles, key tiles of each) of STEP sequences from ``start`` on.
+
+    A query tile counts as seeing all that its sequence's last one may see, and one key tile at
+    least: its rows are written whether or not they see any.  Rows past the last sequence are a
+    sequence without keys.
+    """
+    offs = start + tl.arange(0, STEP)
+    known = offs < batch.num_seqs
+    len_k = tl.load(batch.lens + offs, mask=known, other=0)
+    if not SPEC.HAS_CACHE:
+        len_k = tl.load(batch.lens + offs + 1, mask=known, other=0) - len_k
+    len_k = tl.maximum(len_k, 0)
+    queries = known.to(tl.int32)
+    if batch.cu_seqlens_q is not None:
+        is_row = offs <= batch.num_seqs
+        first = tl.load(batch.cu_seqlens_q + offs, mask=is_row, other=batch.total_q)
+        last = tl.load(batch.cu_seqlens_q + offs + 1, mask=known, other=batch.total_q)
+        queries = tl.cdiv(last - first, BLOCK_Q)
+        if SPEC.HAS_CACHE and SPEC.HAS_NEW:
+            len_k += tl.where(known, last - first, 0)
+    # What a window leaves may begin anywhere in a tile.
+    keys = tl.minimum(tl.cdiv(len_k, SPEC.BLOCK_N), tl.cdiv(widest, SPEC.BLOCK_N) + 1)
+    return queries, tl.maximum(keys, 1)
+
+
+@triton.jit
+def fair_share(batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
+    """Key tiles up to which a query tile stays whole, by the work of the whole batch."""
+    STEP: tl.constexpr = 128
+    total = tl.zeros([STEP], tl.int32)
+    most = tl.zeros([STEP], tl.int32)
+    count = tl.zeros([STEP], tl.int32)
+    for start in tl.range(0, batch.num_seqs + 1, STEP):
+        queries, keys = _tiles(start, batch, shares.widest, STEP, BLOCK_Q, SPEC)
+        total += queries * keys
+        most = tl.maximum(most, keys)
+        count += queries
+    longest = tl.max(most, 0)
+    tiles = tl.sum(count, 0)
+    total_tiles = tl.sum(total, 0)
+    share = tl.cdiv(total_tiles * walks, shares.programs)
+    if (total_tiles == longest * tiles) & (tiles > 0):
+        # All alike: as many pieces of each as there are programs for, or none is cut.
+        share = tl.cdiv(longest, tl.maximum(shares.programs // (tiles * walks), 1))
+    return tl.maximum(share, shares.least)
+
+
+@triton.jit
+def find_piece(number, share, batch, widest, walks, BLOCK_Q: tl.constexpr, SPEC):
+    """The piece with this number, sequence by sequence; past the last one its keys are 0."""
+    STEP: tl.constexpr = 128
+    start = 0  # the first sequence that is looked at
+    pieces = number * 0  # before it, of all sequences
+    cut = number * 0  # and of those tiles that are cut
+    queries, keys = _tiles(start, batch, widest, STEP, BLOCK_Q, SPEC)
+    parts = tl.cdiv(keys, share)
+    own = queries * parts * walks
+    here = tl.sum(own, 0)
+    while (pieces + here <= number) & (start + STEP <= batch.num_seqs):
+        pieces += here
+        cut += tl.sum(tl.where(parts > 1, own, 0), 0)
+        start += STEP
+        queries, keys = _tiles(start, batch, widest, STEP, BLOCK_Q, SPEC)
+        parts = tl.cdiv(keys, share)
+        own = queries * parts * walks
+        here = tl.sum(own, 0)
+    ends = pieces + tl.cumsum(own, 0)
+    is_before = ends <= number
+    lane = tl.sum(is_before.to(tl.int32), 0)
+    cut += tl.sum(tl.where(is_before & (parts > 1), own, 0), 0)
+    inside = number - tl.maximum(tl.max(tl.where(is_before, ends, 0), 0), pieces)
+    is_here = tl.arange(0, STEP) == lane
+    its_keys = tl.sum(tl.where(is_here, keys, 0), 0)
+    its_parts = tl.maximum(tl.cdiv(its_keys, share), 1)
+    part = inside % its_parts
+    return Piece(
+        start + lane, inside // its_parts, part, its_parts, tl.cdiv(its_keys, its_parts),
+        cut + inside - part,
+    )  # fmt: skip

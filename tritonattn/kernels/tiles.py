@@ -118,10 +118,11 @@ def find_row(cu_seqlens, num_seqs, num_steps, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_scale(scale, sequence, kv_head):
+def load_scale(scale, sequence, kv_head, is_known):
     value = scale.value
     if scale.ptr is not None:
-        value = tl.load(scale.ptr + sequence * scale.stride_seq + kv_head * scale.stride_head)
+        ptr = scale.ptr + sequence * scale.stride_seq + kv_head * scale.stride_head
+        value = tl.load(ptr, mask=is_known, other=1.0)
     return value
 
 

@@ -145,13 +145,47 @@ def attend(
     FORMAT: tl.constexpr,
     SPEC,
 ):
-    """All tiles of one source's keys low..high: first the edges, masked, then the interior that
-    every row sees."""
+    """All tiles of one source's keys low..high, of which full_low..full_high are seen by every
+    row."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     start = low
     if source.page_ids is not None:
         start = low // BLOCK_N * BLOCK_N  # whole pages a tile
     end = start + tl.cdiv(tl.maximum(high - start, 0), BLOCK_N) * BLOCK_N
+    if SPEC.HAS_CACHE and SPEC.BLOCK_M <= 32:
+        # Few rows wait for memory, not for masks: one loop is one pipeline to fill, not two.
+        for begin in tl.range(start, end, BLOCK_N):
+            acc, row_max, row_sum = visit(
+                acc, row_max, row_sum, row_scale, rows, source,
+                begin, low, high, FORMAT, True, SPEC,
+            )  # fmt: skip
+    else:
+        acc, row_max, row_sum = attend_by_kinds(
+            acc, row_max, row_sum, row_scale, rows, source,
+            low, high, full_low, full_high, start, end, FORMAT, SPEC,
+        )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_by_kinds(
+    acc,
+    row_max,
+    row_sum,
+    row_scale,
+    rows,
+    source,
+    low,
+    high,
+    full_low,
+    full_high,
+    start,
+    end,
+    FORMAT: tl.constexpr,
+    SPEC,
+):
+    """First the edges, masked, then the interior that every row sees."""
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     full_low = tl.maximum(full_low, low)
     full_high = tl.minimum(full_high, high)
     full_start = start + tl.cdiv(full_low - start, BLOCK_N) * BLOCK_N

@@ -24,8 +24,9 @@ def small_case(task: Task, device: Device) -> Case:
         options["window_size"] = (min(layer.window - 1, 50), 0)
     if "chunk_size" in options:
         options["chunk_size"] = min(layer.chunk, 64)
-    if plan(task.problem, device).num_splits > 1:
-        options["num_splits"] = 3
+    cut = plan(task.problem, device).cut
+    if cut != "shares":  # as so few queries would be
+        options["num_splits"] = 3 if cut else 1
     return Case(
         task.function, cached, queries.get(task.family),
         heads=(layer.num_heads, layer.num_kv_heads), head_dims=(layer.head_dim, layer.value_dim),

@@ -73,7 +73,7 @@ def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device
     call = example_call(problem)
     assert call.out is not None
     partial = None
-    if plan.num_splits > 1:
+    if plan.cut:
         lse, counts = torch.empty(1, call.out.shape[1], 1), torch.zeros(1, 1).int()
         partial = Partial(call.out[None].float(), lse, counts)
     side = kernel_side(config)

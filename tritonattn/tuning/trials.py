@@ -78,9 +78,9 @@ class GpuBackend:
 def job_of(task: Task, config: KernelConfig, device: Device) -> Job:
     """What the binary depends on and no more, so that tasks share it."""
     problem = task.problem
-    splits = 2 if plan(problem, device, config.kernel).num_splits > 1 else 1
+    cut = plan(problem, device, config.kernel).cut
     one_size = dataclasses.replace(problem, batch=1, total_q=1, max_q=1, capacity_k=1, max_k=1)
-    return Job(one_size, config, Plan(splits, kernel=config.kernel), device)
+    return Job(one_size, config, Plan(cut, 2 if cut else 1, kernel=config.kernel), device)
 
 
 class Trials:
