@@ -13,12 +13,12 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import EARLY, LANES, TURNS, HopperSpec, boxes
+from .kernels.hopper.spec import AHEAD, EARLY, LANES, TURNS, HopperSpec, boxes
 from .plan import Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, hopper_block, hopper_q_slots
 
-SWITCHES = {"plain": 0, "early": EARLY, "turns": TURNS, "lanes": LANES}
+SWITCHES = {"plain": 0, "early": EARLY, "turns": TURNS, "lanes": LANES, "ahead": AHEAD}
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last
 MOST_SEQUENCES = 32  # in a section
 L2_BYTES = 32 << 20  # of keys and values that stay in the L2 cache
@@ -92,7 +92,7 @@ def make_spec(
         GROUP=problem.group,
         PAGE_SIZE=problem.page_size,
         STAGES=config.num_stages,
-        Q_SLOTS=hopper_q_slots(problem),
+        Q_SLOTS=hopper_q_slots(config, problem),
         FORM=sum(SWITCHES[name] for name in config.form.split("+")),
         HAS_CACHE=problem.has_cache,
         HAS_NEW=problem.has_new,

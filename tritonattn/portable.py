@@ -90,7 +90,9 @@ def _arguments(
         splits = Splits(plan.num_splits, -(-plan.split_keys // config.block_n))
     elif partial is not None:
         least = -(-plan.least_keys // config.block_n)
-        splits = Shares(*partial, plan.programs, least, _widest(masking, config.block_m // config.pack))
+        splits = Shares(
+            *partial, plan.programs, least, _widest(masking, config.block_m // config.pack)
+        )
     return (
         rows(call.q), k, v, k_cache, v_cache,
         dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),

@@ -359,9 +359,7 @@ def attention_kernel(
                 return
         place = Place(sequence, tile, head_block, kv_head, part * share, share)
         out, lse = attend_tile(inputs, place, q_start, len_q, SPEC)
-        token, head, row_ok = rows_to_store(
-            place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC
-        )
+        token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
         if SPEC.SPLIT == "parts":
             store_rows(output, partials, out, lse, part, parts, token, head, row_ok, SPEC)
         else:
@@ -394,7 +392,9 @@ def merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPE
     ROWS: tl.constexpr = SPEC.SHARE_ROWS
     CELLS: tl.constexpr = ROWS * SPEC.BLOCK_DV
     MANY: tl.constexpr = 4096 // CELLS if CELLS < 4096 else 1
-    STEP: tl.constexpr = MANY if MANY < 32 else 32  # loads of so many parts are on their way at once
+    STEP: tl.constexpr = (
+        MANY if MANY < 32 else 32
+    )  # loads of so many parts are on their way at once
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, SPEC.BLOCK_DV)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -403,7 +403,9 @@ def merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPE
     for start in tl.range(0, piece.parts, STEP):
         part = start + tl.arange(0, STEP)
         ok = part < piece.parts
-        row = (piece.first + part).to(tl.int64)[:, None] * SPEC.BLOCK_M + rows[None, :]  # [STEP, ROWS]
+        row = (piece.first + part).to(tl.int64)[:, None] * SPEC.BLOCK_M + rows[
+            None, :
+        ]  # [STEP, ROWS]
         cell = row[:, :, None] * SPEC.BLOCK_DV + cols[None, None, :]
         # Other programs wrote them: not from this multiprocessor's own cache.
         part_lse = tl.load(

@@ -6,14 +6,14 @@ import itertools
 import json
 from dataclasses import asdict, dataclass, fields
 
-from ..device import Device
+from ..device import SHARED_MEMORY, Device
 from ..plan import HOPPER, KERNELS, PORTABLE, why_not_hopper
 from ..problem import Problem
 
 # The order of the loop over keys that every row of a tile sees: kernels/walk.py says what each is.
 # Of Hopper's kernel it is a set of switches, which kernels/hopper/spec.py explains.
 FORMS = ("textbook", "qk-lead", "pv-lag")
-HOPPER_SWITCHES = ("early", "turns", "lanes")
+HOPPER_SWITCHES = ("early", "turns", "lanes", "ahead")
 HOPPER_FORMS = tuple(
     "+".join(names) or "plain"
     for count in range(len(HOPPER_SWITCHES) + 1)
@@ -139,7 +139,7 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
     if device.is_interpreter:
         return 0
     if config.kernel == HOPPER:
-        return _shared_by_hopper(config, problem)
+        return _shared_by_hopper(config, problem, hopper_q_slots(config, problem))
     itemsize = problem.dtype.itemsize
     m, n, stages = config.block_m, config.block_n, config.num_stages
     d, dv = sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v)
@@ -186,16 +186,16 @@ def hopper_block(dim: int) -> int:
     return max(64, whole_block(dim))
 
 
-def hopper_q_slots(problem: Problem) -> int:
-    """Query tiles in shared memory: the next one's beside the one at work, where there is room."""
-    return 2 if hopper_block(problem.head_dim) <= 128 else 1
+def hopper_q_slots(config: KernelConfig, problem: Problem) -> int:
+    """Query tiles in shared memory: the next one's beside the one at work, if there is room."""
+    return 2 if _shared_by_hopper(config, problem, 2) <= SHARED_MEMORY[90] else 1
 
 
-def _shared_by_hopper(config: KernelConfig, problem: Problem) -> int:
+def _shared_by_hopper(config: KernelConfig, problem: Problem, slots: int) -> int:
     """Tiles, a barrier or two for each, the ring of announced tiles, and what Triton takes itself
     for exchanges among threads and between the program's roles."""
     d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
-    slots, stages = hopper_q_slots(problem), config.num_stages
+    stages = config.num_stages
     tiles = 2 * (slots * config.block_m * d + stages * config.block_n * (d + dv))
     barriers = 8 * (2 * 4 + 3 * slots + 4 * stages)
     return tiles + barriers + 512 + 4096 + 64

@@ -76,8 +76,7 @@ def hopper(problem: Problem) -> KernelConfig:
     d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
     if max(d, dv) > 128:
         return KernelConfig(128, 64, 1, 4, 3 if d + dv <= 384 else 2, "plain", HOPPER)
-    stages, form = (4, "plain") if d + dv == 128 else (2, "lanes")
-    return KernelConfig(128, 128, 1, 4, stages, form, HOPPER)
+    return KernelConfig(128, 128, 1, 4, 4 if d + dv == 128 else 2, "lanes+ahead", HOPPER)
 
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:
