@@ -92,7 +92,7 @@ def begin_tile(P: gl.constexpr, count, keys, qs, ks, tiles, bars, SPEC: gl.const
     stage = keys % SPEC.STAGES
     mbarrier.wait(bars.q_full.index(i), (count // SPEC.Q_SLOTS) & 1, pred=n > 0)
     mbarrier.wait(bars.k_full.index(stage), (keys // SPEC.STAGES) & 1, pred=n > 0)
-    return n, begin_products(qs.index(i), ks, keys, bars, SPEC)
+    return n, begin_products(qs, i, ks, keys, SPEC)
 
 
 @gluon.jit
@@ -130,9 +130,9 @@ def consume(
             row_max, row_sum = scores.with_sink(sink, row_max, row_sum, SPEC)
         acc = gl.full([M, SPEC.BLOCK_DV], 0.0, gl.float32, SUMS)
         rows = read_rows(P, tiles, slot, scoring, masking, is_padding, SPEC)
-        q = qs.index((count % SPEC.Q_SLOTS) * ring.CONSUMERS + P)
+        part = (count % SPEC.Q_SLOTS) * ring.CONSUMERS + P
         acc, row_max, row_sum, p, key, keys = attend(
-            P, qk, q, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC
+            P, qk, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC
         )
         ring.give_back(bars.q_empty, count % SPEC.Q_SLOTS)
         sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)

@@ -34,13 +34,19 @@ def swizzled(rank):
 
 @gluon.jit
 def copy_packed(box, place, bar, buffer, stage, BLOCK: gl.constexpr, SPEC: gl.constexpr):
-    tiles = ring.view_as(buffer, buffer.dtype, [SPEC.STAGES, SPEC.BLOCK_N, 1, BLOCK], swizzled(3))
-    ring.copy_box(box, [place.row, place.head, 0], bar, tiles.index(stage))
+    """One box for every 64 columns."""
+    STRIPS: gl.constexpr = BLOCK // COLUMNS
+    strips = ring.view_as(
+        buffer, buffer.dtype, [SPEC.STAGES * STRIPS, SPEC.BLOCK_N, 1, COLUMNS], swizzled(3)
+    )
+    for strip in gl.static_range(STRIPS):
+        where = [place.row, place.head, strip * COLUMNS]
+        ring.copy_box(box, where, bar, strips.index(stage * STRIPS + strip))
 
 
 @gluon.jit
 def copy_paged(pages, place, bar, buffer, stage, lane, BLOCK: gl.constexpr, SPEC: gl.constexpr):
-    """One box a page and 64 columns; one of page -1 lies outside of the cache: zeros."""
+    """One box for every page and 64 columns; one of page -1 lies outside of the cache: zeros."""
     ROWS: gl.constexpr = min(SPEC.PAGE_SIZE, SPEC.BLOCK_N)
     PARTS: gl.constexpr = SPEC.BLOCK_N // ROWS
     STRIPS: gl.constexpr = BLOCK // COLUMNS
@@ -50,15 +56,14 @@ def copy_paged(pages, place, bar, buffer, stage, lane, BLOCK: gl.constexpr, SPEC
     for part in gl.static_range(PARTS):
         page = gl.sum(gl.where(lane == part, place.pages, 0), 0)
         for strip in gl.static_range(STRIPS):
-            ring.copy_box(
-                pages, [page, place.slot, place.head, strip * COLUMNS], bar,
-                parts.index((stage * STRIPS + strip) * PARTS + part),
-            )  # fmt: skip
+            where = [page, place.slot, place.head, strip * COLUMNS]
+            to = (stage * STRIPS + strip) * PARTS + part
+            ring.copy_box(pages, where, bar, parts.index(to))
 
 
 @gluon.jit
 def copy_tile(box, pages, place, full, buffer, i, lane, BLOCK: gl.constexpr, SPEC: gl.constexpr):
-    """Have [BLOCK_N, BLOCK] copied into the i-th use of ``buffer``."""
+    """Have [BLOCK_N, BLOCK], in strips of 64 columns, copied into the i-th use of ``buffer``."""
     stage = i % SPEC.STAGES
     bar = full.index(stage)
     mbarrier.expect(bar, SPEC.BLOCK_N * BLOCK * 2)
@@ -139,16 +144,20 @@ def read_tile(tiles, slot, num_tiles, SPEC: gl.constexpr):
 @gluon.jit
 def copy_queries(q_box, tiles, slot, qs, bars, count, SPEC: gl.constexpr):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
-    boxes = ring.view_as(
-        qs, qs.dtype, [SPEC.Q_SLOTS * ring.CONSUMERS, M, 1, SPEC.BLOCK_D], swizzled(3)
+    STRIPS: gl.constexpr = SPEC.BLOCK_D // COLUMNS
+    strips = ring.view_as(
+        qs, qs.dtype, [SPEC.Q_SLOTS * ring.CONSUMERS * STRIPS, M, 1, COLUMNS], swizzled(3)
     )
     token = ring.field(tiles, slot, ring.TOKEN, 1)
     head = ring.field(tiles, slot, ring.HEAD, 1)
     ring.wait_empty(bars.q_empty, count, SPEC.Q_SLOTS)
     for part in gl.static_range(ring.CONSUMERS):
         i = (count % SPEC.Q_SLOTS) * ring.CONSUMERS + part
-        mbarrier.expect(bars.q_full.index(i), M * SPEC.BLOCK_D * 2)
-        ring.copy_box(q_box, [token + part * M, head, 0], bars.q_full.index(i), boxes.index(i))
+        bar = bars.q_full.index(i)
+        mbarrier.expect(bar, M * SPEC.BLOCK_D * 2)
+        for strip in gl.static_range(STRIPS):
+            where = [token + part * M, head, strip * COLUMNS]
+            ring.copy_box(q_box, where, bar, strips.index(i * STRIPS + strip))
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import ring
 from .consume import consume
-from .load import load, swizzled
+from .load import COLUMNS, load, swizzled
 from .schedule import schedule
 
 
@@ -55,11 +55,17 @@ def prefill_kernel(
     REGS: gl.constexpr = 232
     THREADS: gl.constexpr = ring.CONSUMERS * ring.CONSUMER_THREADS
     dtype: gl.constexpr = q_box.dtype
+    STRIPS: gl.constexpr = SPEC.BLOCK_D // COLUMNS
+    STRIPS_V: gl.constexpr = SPEC.BLOCK_DV // COLUMNS
     qs = gl.allocate_shared_memory(
-        dtype, [SPEC.Q_SLOTS * ring.CONSUMERS, M, SPEC.BLOCK_D], swizzled(2)
+        dtype, [SPEC.Q_SLOTS * ring.CONSUMERS * STRIPS, M, COLUMNS], swizzled(2)
     )
-    ks = gl.allocate_shared_memory(dtype, [SPEC.STAGES, SPEC.BLOCK_N, SPEC.BLOCK_D], swizzled(2))
-    vs = gl.allocate_shared_memory(dtype, [SPEC.STAGES, SPEC.BLOCK_N, SPEC.BLOCK_DV], swizzled(2))
+    ks = gl.allocate_shared_memory(
+        dtype, [SPEC.STAGES * STRIPS, SPEC.BLOCK_N, COLUMNS], swizzled(2)
+    )
+    vs = gl.allocate_shared_memory(
+        dtype, [SPEC.STAGES * STRIPS_V, SPEC.BLOCK_N, COLUMNS], swizzled(2)
+    )
     tiles = gl.allocate_shared_memory(
         gl.int32, [ring.SLOTS * ring.WIDTH, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )

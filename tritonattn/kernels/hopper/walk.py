@@ -98,13 +98,35 @@ def limit_of(key, tile, SPEC: gl.constexpr):
         return tile.keep_high
 
 
+@gluon.constexpr_function
+def main_part(columns):
+    """The largest power of two in it: what one product takes."""
+    return 1 << (columns.bit_length() - 1)
+
+
 @gluon.jit
-def begin_products(q, ks, i, bars, SPEC: gl.constexpr):
-    """Begin Q K for the i-th use of ``ks``."""
-    S: gl.constexpr = products(SPEC.BLOCK_N)
-    zero = gl.full([SPEC.BLOCK_M // ring.CONSUMERS, SPEC.BLOCK_N], 0.0, gl.float32, S)
-    keys = ks.index(i % SPEC.STAGES).permute((1, 0))
-    return warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+def columns(strips, i, FIRST: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """[ROWS, COUNT] from column FIRST on of what begins with the i-th of ``strips``."""
+    start = strips.index(i + FIRST // COLUMNS)
+    return ring.view_as(start, strips.dtype, [ROWS, COUNT], swizzled(2))
+
+
+@gluon.jit
+def begin_products(qs, part, ks, i, SPEC: gl.constexpr):
+    """Begin Q K of part ``part`` of ``qs`` and the i-th use of ``ks``."""
+    M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
+    STRIPS: gl.constexpr = SPEC.BLOCK_D // COLUMNS
+    MAIN: gl.constexpr = main_part(SPEC.BLOCK_D)
+    REST: gl.constexpr = SPEC.BLOCK_D - MAIN
+    zero = gl.full([M, SPEC.BLOCK_N], 0.0, gl.float32, products(SPEC.BLOCK_N))
+    q = part * STRIPS
+    k = i % SPEC.STAGES * STRIPS
+    keys = columns(ks, k, 0, MAIN, SPEC.BLOCK_N).permute((1, 0))
+    qk = warpgroup_mma(columns(qs, q, 0, MAIN, M), keys, zero, use_acc=False, is_async=True)
+    if REST > 0:
+        keys = columns(ks, k, MAIN, REST, SPEC.BLOCK_N).permute((1, 0))
+        qk = warpgroup_mma(columns(qs, q, MAIN, REST, M), keys, qk, is_async=True)
+    return qk
 
 
 @gluon.jit
@@ -121,14 +143,16 @@ def add_values(p, vs, i, acc, key, tile, bars, SPEC: gl.constexpr):
     high = limit_of(key, tile, SPEC)
     if (key < tile.keep_low) | (key + SPEC.BLOCK_N > high):
         clear_unseen(vs, stage, key, tile.keep_low, high, SPEC)
-    return warpgroup_mma(p, vs.index(stage), acc, is_async=True)
+    values = columns(vs, stage * (SPEC.BLOCK_DV // COLUMNS), 0, SPEC.BLOCK_DV, SPEC.BLOCK_N)
+    return warpgroup_mma(p, values, acc, is_async=True)
 
 
 @gluon.jit
 def attend(
     P: gl.constexpr,
     qk,
-    q,
+    qs,
+    part,
     ks,
     vs,
     tile,
@@ -159,7 +183,7 @@ def attend(
     for i in range(1, n):
         if SPEC.FORM & TURNS:
             turn(False, P)
-        qk = begin_products(q, ks, keys, bars, SPEC)
+        qk = begin_products(qs, part, ks, keys, SPEC)
         if SPEC.FORM & AHEAD:
             acc = rescale(acc, alpha)
         sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)
