@@ -16,7 +16,7 @@ from .kernels.hopper.prefill import prefill_kernel
 from .kernels.hopper.spec import AHEAD, EARLY, LANES, TURNS, HopperSpec, boxes
 from .plan import Plan
 from .problem import Problem
-from .tuning.config import KernelConfig, hopper_block, hopper_q_slots
+from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
 
 SWITCHES = {"plain": 0, "early": EARLY, "turns": TURNS, "lanes": LANES, "ahead": AHEAD}
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last
@@ -82,11 +82,12 @@ def make_spec(
 ) -> HopperSpec:
     """What selects the machine code of a problem under a configuration."""
     mask = problem.mask
+    block_d, block_dv = hopper_blocks(problem)
     return HopperSpec(
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=hopper_block(problem.head_dim),
-        BLOCK_DV=hopper_block(problem.head_dim_v),
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         GROUP=problem.group,
