@@ -1,8 +1,4 @@
-"""The loader: it has queries, keys and values copied as soon as there is room for them.
-
-The order is K0 Q | K1 V0 | K2 V1 | ..., values one tile behind keys across query tiles too: the
-room of K(i) is free once Q K(i - STAGES) is there, that of V(i) only when P V(i - STAGES) is.
-"""
+"""The loaders: one warp has queries and keys copied as soon as there is room, one the values."""
 
 from typing import NamedTuple
 
@@ -11,9 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import ring
-from .spec import COLUMNS as _COLUMNS
-
-COLUMNS = gl.constexpr(_COLUMNS)
+from .ring import COLUMNS, swizzled
 
 
 class Place(NamedTuple):
@@ -26,12 +20,6 @@ class Place(NamedTuple):
     head: object
 
 
-@gluon.constexpr_function
-def swizzled(rank):
-    """Shared memory of boxes; the first axes make up the rows, so all ranks have the same bytes."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
-
-
 @gluon.jit
 def copy_packed(box, place, bar, buffer, stage, BLOCK: gl.constexpr, SPEC: gl.constexpr):
     """One box for every 64 columns."""
@@ -41,7 +29,9 @@ def copy_packed(box, place, bar, buffer, stage, BLOCK: gl.constexpr, SPEC: gl.co
     )
     for strip in gl.static_range(STRIPS):
         where = [place.row, place.head, strip * COLUMNS]
-        ring.copy_box(box, where, bar, strips.index(stage * STRIPS + strip))
+        ring.copy_box(
+            box, where, bar, strips.index(ring.strip_of(stage, strip, SPEC.STAGES, BLOCK))
+        )
 
 
 @gluon.jit
@@ -57,7 +47,7 @@ def copy_paged(pages, place, bar, buffer, stage, lane, BLOCK: gl.constexpr, SPEC
         page = gl.sum(gl.where(lane == part, place.pages, 0), 0)
         for strip in gl.static_range(STRIPS):
             where = [page, place.slot, place.head, strip * COLUMNS]
-            to = (stage * STRIPS + strip) * PARTS + part
+            to = ring.strip_of(stage, strip, SPEC.STAGES, BLOCK) * PARTS + part
             ring.copy_box(pages, where, bar, parts.index(to))
 
 
@@ -145,9 +135,8 @@ def read_tile(tiles, slot, num_tiles, SPEC: gl.constexpr):
 def copy_queries(q_box, tiles, slot, qs, bars, count, SPEC: gl.constexpr):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     STRIPS: gl.constexpr = SPEC.BLOCK_D // COLUMNS
-    strips = ring.view_as(
-        qs, qs.dtype, [SPEC.Q_SLOTS * ring.CONSUMERS * STRIPS, M, 1, COLUMNS], swizzled(3)
-    )
+    COUNT: gl.constexpr = SPEC.Q_SLOTS * ring.CONSUMERS
+    strips = ring.view_as(qs, qs.dtype, [COUNT * STRIPS, M, 1, COLUMNS], swizzled(3))
     token = ring.field(tiles, slot, ring.TOKEN, 1)
     head = ring.field(tiles, slot, ring.HEAD, 1)
     ring.wait_empty(bars.q_empty, count, SPEC.Q_SLOTS)
@@ -157,18 +146,20 @@ def copy_queries(q_box, tiles, slot, qs, bars, count, SPEC: gl.constexpr):
         mbarrier.expect(bar, M * SPEC.BLOCK_D * 2)
         for strip in gl.static_range(STRIPS):
             where = [token + part * M, head, strip * COLUMNS]
-            ring.copy_box(q_box, where, bar, strips.index(i * STRIPS + strip))
+            to = ring.strip_of(i, strip, COUNT, SPEC.BLOCK_D)
+            ring.copy_box(q_box, where, bar, strips.index(to))
 
 
 @gluon.jit
-def load(q_box, k_box, v_box, k_pages, v_pages, table, qs, ks, vs, tiles, bars, SPEC: gl.constexpr):
-    """The loader's whole work."""
+def load_tiles(
+    box, pages, table, buffer, full, empty, q_box, qs, tiles, bars,
+    BLOCK: gl.constexpr, HAS_QUERIES: gl.constexpr, SPEC: gl.constexpr,
+):  # fmt: skip
+    """A loader's whole work: all keys and the queries, or all values."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, LANES)
     count = 0  # tiles of queries
-    keys = 0  # tiles of keys
-    zero = gl.program_id(0) * 0
-    owed = Place(zero == 0, zero, lane, zero, zero)  # whose values have not been copied yet
+    uses = 0  # of the buffer
     ring.wait_full(bars.tile_full, 0, ring.SLOTS)
     n = ring.field(tiles, 0, ring.NUM_TILES, 1)
     while n > 0:
@@ -178,22 +169,29 @@ def load(q_box, k_box, v_box, k_pages, v_pages, table, qs, ks, vs, tiles, bars, 
         for i in range(n):
             # The next pages' ids arrive while these are waited for.
             following = place_of(i + 1, tile, table, lane, SPEC)
-            ring.wait_empty(bars.k_empty, keys, SPEC.STAGES)
-            copy_tile(k_box, k_pages, place, bars.k_full, ks, keys, lane, SPEC.BLOCK_D, SPEC)
-            if keys > 0:
-                ring.wait_empty(bars.v_empty, keys - 1, SPEC.STAGES)
-                copy_tile(
-                    v_box, v_pages, owed, bars.v_full, vs, keys - 1, lane, SPEC.BLOCK_DV, SPEC
-                )
-            if i == 0:
+            ring.wait_empty(empty, uses, SPEC.STAGES)
+            copy_tile(box, pages, place, full, buffer, uses, lane, BLOCK, SPEC)
+            if HAS_QUERIES and i == 0:
                 copy_queries(q_box, tiles, slot, qs, bars, count, SPEC)
-            owed = place
             place = following
-            keys += 1
+            uses += 1
         ring.give_back(bars.tile_empty, slot)
         count += 1
         ring.wait_full(bars.tile_full, count, ring.SLOTS)
         n = ring.field(tiles, count % ring.SLOTS, ring.NUM_TILES, 1)
-    if keys > 0:
-        ring.wait_empty(bars.v_empty, keys - 1, SPEC.STAGES)
-        copy_tile(v_box, v_pages, owed, bars.v_full, vs, keys - 1, lane, SPEC.BLOCK_DV, SPEC)
+
+
+@gluon.jit
+def load_keys(q_box, k_box, k_pages, table, qs, ks, tiles, bars, SPEC: gl.constexpr):
+    load_tiles(
+        k_box, k_pages, table, ks, bars.k_full, bars.k_empty, q_box, qs, tiles, bars,
+        SPEC.BLOCK_D, True, SPEC,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_values(v_box, v_pages, table, vs, tiles, bars, SPEC: gl.constexpr):
+    load_tiles(
+        v_box, v_pages, table, vs, bars.v_full, bars.v_empty, None, None, tiles, bars,
+        SPEC.BLOCK_DV, False, SPEC,
+    )  # fmt: skip

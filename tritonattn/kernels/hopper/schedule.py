@@ -1,6 +1,7 @@
 """Which tile of queries a program computes next, worked out by one of its warps.
 
-Tiles are numbered, and a program takes every n-th of n programs.  Sequences are cut into blocks of
+Tiles are numbered; each program takes the first that is left, or, without counters, every n-th of
+n programs.  Sequences are cut into blocks of
 ``section``, one a lane of the warp, whose keys are read at about the same time; the rows past the
 last sequence count as one more, without keys.  Blocks come one after another, in a block the KV
 heads, and of one head the query tiles by falling *level*, so that the heavy ones come first.  Where
@@ -21,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .. import masks
 from . import ring
+
+LONG = gl.constexpr(4)  # key tiles of a long tile of queries
 
 
 class Block(NamedTuple):
@@ -120,7 +123,7 @@ def visible_keys(pos, num_keys, masking, SPEC: gl.constexpr):
 
 @gluon.jit
 def describe(block, is_it, tile, sequence, head, masking, lane, SPEC: gl.constexpr):
-    """The fields of a tile, one a lane."""
+    """The fields of a tile, one a lane, and how many key tiles it visits."""
     BLOCK_N: gl.constexpr = SPEC.BLOCK_N
     len_q = of_lane(is_it, block.len_q)
     len_k = of_lane(is_it, block.len_k)
@@ -176,20 +179,29 @@ def describe(block, is_it, tile, sequence, head, masking, lane, SPEC: gl.constex
     fields = gl.where(lane == ring.KEEP_HIGH, keep_high, fields)
     fields = gl.where(lane == ring.CONTEXT, context, fields)
     fields = gl.where(lane == ring.SEQUENCE, sequence, fields)
-    return gl.where(lane == ring.PACKED, packed, fields)
+    fields = gl.where(lane == ring.PACKED, packed, fields)
+    return fields, num_new + num_old
 
 
 @gluon.jit
-def publish(fields, tiles, tile_full, tile_empty, count, SPEC: gl.constexpr):
+def publish(fields, tiles, bars, count):
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows = ring.view_as(tiles, gl.int32, [ring.SLOTS, ring.WIDTH], ROW)
-    ring.wait_empty(tile_empty, count, ring.SLOTS)
+    ring.wait_empty(bars.tile_empty, count, ring.SLOTS)
     rows.index(count % ring.SLOTS).store(fields)
-    mbarrier.arrive(tile_full.index(count % ring.SLOTS), count=1)
+    mbarrier.arrive(bars.tile_full.index(count % ring.SLOTS), count=1)
 
 
 @gluon.jit
-def schedule(batch, masking, section, num_kv_heads, tiles, bars, SPEC: gl.constexpr):
+def leave(counters):
+    """The last program to come here sets the counters back to zero."""
+    if gl.atomic_add(counters + 1, 1) == gl.num_programs(0) - 1:
+        gl.atomic_xchg(counters, 0)
+        gl.atomic_xchg(counters + 1, 0)
+
+
+@gluon.jit
+def schedule(batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC: gl.constexpr):
     """The scheduler's whole work."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, LANES)
@@ -207,13 +219,21 @@ def schedule(batch, masking, section, num_kv_heads, tiles, bars, SPEC: gl.conste
             is_it, index = find(block, number // SPEC.GROUP, SPEC)
             sequence = first + of_lane(is_it, lane)
             head = kv_head * SPEC.GROUP + number % SPEC.GROUP
-            fields = describe(block, is_it, index, sequence, head, masking, lane, SPEC)
-            publish(fields, tiles, bars.tile_full, bars.tile_empty, count, SPEC)
+            fields, n = describe(block, is_it, index, sequence, head, masking, lane, SPEC)
+            publish(fields, tiles, bars, count)
             count += 1
-            tile += gl.num_programs(0)
+            if counters is None:
+                tile += gl.num_programs(0)
+            else:
+                # Long tiles are not taken far ahead: some other program may be free sooner.
+                if (n >= LONG) & (count >= 2):
+                    ring.wait_empty(bars.tile_empty, count - 2 + ring.SLOTS, ring.SLOTS)
+                tile = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
         else:
             before += in_block * num_kv_heads * SPEC.GROUP
             first += section
             block = load_block(batch, first, section, lane, SPEC)
             in_block = gl.sum(block.tiles, 0)
-    publish(lane * 0 - 1, tiles, bars.tile_full, bars.tile_empty, count, SPEC)
+    if counters is not None:
+        leave(counters)
+    publish(lane * 0 - 1, tiles, bars, count)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import ring, scores
-from .load import COLUMNS, swizzled
+from .ring import COLUMNS, swizzled
 from .spec import AHEAD as _AHEAD
 from .spec import EARLY as _EARLY
 from .spec import TURNS as _TURNS
@@ -98,34 +98,20 @@ def limit_of(key, tile, SPEC: gl.constexpr):
         return tile.keep_high
 
 
-@gluon.constexpr_function
-def main_part(columns):
-    """The largest power of two in it: what one product takes."""
-    return 1 << (columns.bit_length() - 1)
-
-
-@gluon.jit
-def columns(strips, i, FIRST: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """[ROWS, COUNT] from column FIRST on of what begins with the i-th of ``strips``."""
-    start = strips.index(i + FIRST // COLUMNS)
-    return ring.view_as(start, strips.dtype, [ROWS, COUNT], swizzled(2))
-
-
 @gluon.jit
 def begin_products(qs, part, ks, i, SPEC: gl.constexpr):
     """Begin Q K of part ``part`` of ``qs`` and the i-th use of ``ks``."""
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
-    STRIPS: gl.constexpr = SPEC.BLOCK_D // COLUMNS
-    MAIN: gl.constexpr = main_part(SPEC.BLOCK_D)
-    REST: gl.constexpr = SPEC.BLOCK_D - MAIN
+    PARTS: gl.constexpr = SPEC.Q_SLOTS * ring.CONSUMERS
     zero = gl.full([M, SPEC.BLOCK_N], 0.0, gl.float32, products(SPEC.BLOCK_N))
-    q = part * STRIPS
-    k = i % SPEC.STAGES * STRIPS
-    keys = columns(ks, k, 0, MAIN, SPEC.BLOCK_N).permute((1, 0))
-    qk = warpgroup_mma(columns(qs, q, 0, MAIN, M), keys, zero, use_acc=False, is_async=True)
-    if REST > 0:
-        keys = columns(ks, k, MAIN, REST, SPEC.BLOCK_N).permute((1, 0))
-        qk = warpgroup_mma(columns(qs, q, MAIN, REST, M), keys, qk, is_async=True)
+    stage = i % SPEC.STAGES
+    q = ring.main_of(qs, part, M, PARTS, SPEC.BLOCK_D)
+    k = ring.main_of(ks, stage, SPEC.BLOCK_N, SPEC.STAGES, SPEC.BLOCK_D)
+    qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if ring.main_part(SPEC.BLOCK_D) < SPEC.BLOCK_D:
+        q = ring.rest_of(qs, part, PARTS, SPEC.BLOCK_D)
+        k = ring.rest_of(ks, stage, SPEC.STAGES, SPEC.BLOCK_D)
+        qk = warpgroup_mma(q, k.permute((1, 0)), qk, is_async=True)
     return qk
 
 
@@ -143,7 +129,7 @@ def add_values(p, vs, i, acc, key, tile, bars, SPEC: gl.constexpr):
     high = limit_of(key, tile, SPEC)
     if (key < tile.keep_low) | (key + SPEC.BLOCK_N > high):
         clear_unseen(vs, stage, key, tile.keep_low, high, SPEC)
-    values = columns(vs, stage * (SPEC.BLOCK_DV // COLUMNS), 0, SPEC.BLOCK_DV, SPEC.BLOCK_N)
+    values = ring.main_of(vs, stage, SPEC.BLOCK_N, SPEC.STAGES, SPEC.BLOCK_DV)
     return warpgroup_mma(p, values, acc, is_async=True)
 
 
