@@ -33,9 +33,9 @@ def prepare(
     spec: HopperSpec,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    partial: object,
+    memory: tuple[torch.Tensor] | None,
 ) -> Work:
-    assert partial is None
+    """``memory``: the two counters that programs draw tiles from; None: they are dealt out."""
     tiles = problem.total_q // spec.BLOCK_M + problem.batch + 1
     grid = min(gpu.sm_count, tiles * problem.num_kv_heads * problem.group)
     shapes = _shapes(spec)
@@ -47,10 +47,11 @@ def prepare(
         boxed("q_box", call.q), boxed("k_box", call.k), boxed("v_box", call.v),
         boxed("k_pages", call.k_cache), boxed("v_pages", call.v_cache), table_of(call, problem),
         batch_of(call, problem), scoring_of(call, problem), masking_of(call, problem),
-        output(out, lse), section(problem, gpu), problem.num_kv_heads,
+        output(out, lse), None if memory is None else memory[0], section(problem, gpu),
+        problem.num_kv_heads,
     )  # fmt: skip
     return Work(
-        prefill_kernel, grid if problem.total_q else 0, args, {"SPEC": spec},
+        prefill_kernel, grid, args, {"SPEC": spec},
         Options(config.num_warps, 1),
     )  # fmt: skip
 

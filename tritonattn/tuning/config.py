@@ -199,4 +199,4 @@ def _shared_by_hopper(config: KernelConfig, problem: Problem, slots: int) -> int
     stages = config.num_stages
     tiles = 2 * (slots * config.block_m * d + stages * config.block_n * (d + dv))
     barriers = 8 * (2 * 4 + 3 * slots + 4 * stages)
-    return tiles + barriers + 512 + 4096 + 64
+    return tiles + barriers + 512 + 4096 + 160

@@ -74,8 +74,9 @@ def portable(problem: Problem, device: Device) -> KernelConfig:
 def hopper(problem: Problem) -> KernelConfig:
     """As large a tile as registers allow, and as many keys in flight as there is room for."""
     gpu = target(90)
+    form = "lanes+ahead" if 64 < whole_block(problem.head_dim_v) <= 128 else "lanes"
     tried = (
-        KernelConfig(128, keys, 1, 4, stages, "lanes+ahead", HOPPER)
+        KernelConfig(128, keys, 1, 4, stages, form, HOPPER)
         for keys in (128, 64)
         for stages in (4, 3, 2)
     )
