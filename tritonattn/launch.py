@@ -15,7 +15,7 @@ from . import binaries, device, portable, validate
 from .call import Call
 from .merge import merge_partials
 from .plan import HOPPER, Plan, plan
-from .portable import Partial
+from .portable import Partial, share_programs
 from .problem import Problem
 from .scratch import take, take_counters
 from .tuning.config import KernelConfig, whole_block
@@ -108,7 +108,7 @@ def _first(
     lse = call.lse
     if lse is None and call.return_lse:
         lse = q.new_empty(lse_shape, dtype=torch.float32)
-    partial = _partial(call, ready.plan, config, shape)
+    partial = _partial(call, problem, ready.plan, config, shape)
     work = kernel_side(config).prepare(
         call, problem, ready.plan, config, ready.gpu, ready.spec, out, lse, partial
     )
@@ -137,7 +137,11 @@ def _first(
 
 
 def _partial(
-    call: Call, plan_: Plan, config: KernelConfig, shape: tuple[int, int, int]
+    call: Call,
+    problem: Problem,
+    plan_: Plan,
+    config: KernelConfig,
+    shape: tuple[int, int, int],
 ) -> Partial | tuple[torch.Tensor] | None:
     """Memory beside the result: for partial ones, or for Hopper's kernel two counters."""
     tokens, heads, dim = shape
@@ -147,10 +151,11 @@ def _partial(
     if plan_.cut == "":
         return None
     if plan_.cut == "shares":
-        rows, block_dv = plan_.programs * 2 * config.block_m, whole_block(dim)
+        pieces = 2 * share_programs(plan_, config, problem)
+        rows, block_dv = pieces * config.block_m, whole_block(dim)
         scratch = take(call.q, rows * (block_dv + 1), shared=shared)
         out, lse = scratch[: rows * (block_dv + 1)].split((rows * block_dv, rows))
-        return Partial(out, lse, take_counters(call.q, 2 * plan_.programs, shared=shared))
+        return Partial(out, lse, take_counters(call.q, pieces, shared=shared))
     parts = plan_.num_splits
     sizes = parts * tokens * heads * dim, parts * tokens * heads, tokens * heads
     scratch = take(call.q, sum(sizes), shared=shared)

@@ -14,7 +14,8 @@ PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
 MIN_SPLIT = 512  # keys that are worth a program of their own
-BUSY = 2  # programs an SM that share a batch's keys
+RESIDENT = 2  # programs of few queries an SM that run at the same time
+PIECES = 8  # of equal size an SM into which a batch's keys are cut, so that gaps are filled
 SHORT = 64  # mean queries a sequence up to which lengths may differ much: decodes and a chunk
 
 MOST_DIMS = 256  # of a head, in Hopper's kernel
@@ -28,14 +29,16 @@ class Plan:
     """The kernel, and how the keys that a tile of queries sees are cut (``kernels.splits``).
 
     ``cut`` "": not at all.  "parts": into at most ``num_splits``, of ``split_keys`` keys or, where
-    that is 0, equal ones.  "shares": ``programs`` programs take equal shares of the whole batch,
-    fewer where shares would have less than ``least_keys`` keys.
+    that is 0, equal ones.  "shares": what is longer than the ``programs``th share of the whole batch
+    and than ``least_keys`` keys; sequences all of one length into as many parts as let
+    ``residents`` programs run at the same time.
     """
 
     cut: str = ""
     num_splits: int = 1
     split_keys: int = 0
     programs: int = 0
+    residents: int = 0
     least_keys: int = 0
     kernel: str = PORTABLE  # one of KERNELS
     why: str = field(default="", compare=False)  # the kernel for Hopper was not chosen
@@ -105,7 +108,7 @@ def _split(problem: Problem, device: Device) -> Plan:
     if problem.max_q > 1:
         tiles = max(problem.batch, -(-problem.total_q * problem.group // 64))
     programs = max(1, tiles * problem.num_kv_heads)
-    busy = BUSY * device.sm_count
+    busy = RESIDENT * device.sm_count
     if device.backend == "hip":
         # Parts of one tile would meet in caches that its chiplets keep apart.
         return _parts(min(busy // programs, problem.max_k // MIN_SPLIT, MAX_SPLITS))
@@ -114,7 +117,7 @@ def _split(problem: Problem, device: Device) -> Plan:
     work = problem.total_q * problem.num_kv_heads * problem.group * (problem.max_k // 16 + 2)
     is_short = 2 * programs <= busy or problem.total_q <= SHORT * problem.batch
     if is_short and work < 1 << 31:
-        return Plan("shares", programs=busy, least_keys=MIN_SPLIT)
+        return Plan("shares", 1, 0, PIECES * device.sm_count, busy, MIN_SPLIT)
     return Plan()
 
 

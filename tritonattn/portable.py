@@ -24,10 +24,14 @@ from .call import Call
 from .device import Device
 from .kernels.attention import Masking, attention_kernel
 from .kernels.spec import Spec
+from .kernels.tiles import Pages
 from .kernels.splits import Shares, Splits
 from .plan import Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, blocks, whole_block
+
+
+SCRATCH = 1 << 24  # float32 numbers of partial results
 
 
 class Partial(NamedTuple):
@@ -60,7 +64,7 @@ def prepare(
     tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
     grid = tiles * plan.num_splits
     if plan.cut == "shares" and tiles > 0:
-        grid = plan.programs + tiles
+        grid = share_programs(plan, config, problem) + tiles
     return Work(
         attention_kernel, grid,
         _arguments(call, problem, plan, config, out, lse, partial), {"SPEC": spec},
@@ -83,6 +87,8 @@ def _arguments(
         k, v = rows(call.k), rows(call.v)
     if call.k_cache is not None and call.v_cache is not None:
         k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
+        if k_cache[1:] == v_cache[1:]:
+            v_cache = Pages(v_cache.ptr, None, None, None)
     masking = masking_of(call, problem)
     parts = None
     if partial is not None and plan.cut == "parts":
@@ -91,8 +97,9 @@ def _arguments(
     elif partial is not None:
         least = -(-plan.least_keys // config.block_n)
         splits = Shares(
-            *partial, plan.programs, least, _widest(masking, config.block_m // config.pack)
-        )
+            *partial, share_programs(plan, config, problem), plan.residents, least,
+            _widest(masking, config.block_m // config.pack),
+        )  # fmt: skip
     return (
         rows(call.q), k, v, k_cache, v_cache,
         dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),
@@ -105,6 +112,12 @@ def _widest(masking: Masking, queries: int) -> int:
     """About how many keys ``queries`` neighbours can see, however many there are."""
     left, right, chunk = cast(tuple[int, int, int], masking[:3])
     return min(left + right, chunk, NO_LIMIT) + queries
+
+
+def share_programs(plan: Plan, config: KernelConfig, problem: Problem) -> int:
+    """Shares of the batch's work: the plan's, or as many as there is scratch for."""
+    room = SCRATCH // (2 * config.block_m * whole_block(problem.head_dim_v))
+    return min(plan.programs, max(room, plan.residents))
 
 
 def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import split_power
-from .splits import fair_share, find_piece, tiles_per_part
+from .splits import find_piece, tiles_per_part
 from .tiles import find_sequence, load_scale, load_tile, store_tile
 from .walk import Queries, Source, attend
 
@@ -148,7 +148,10 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
     context, k_start, len_k = keys_of(sequence, batch, q_start, len_q, SPEC)
     shift = len_k - len_q
     pos = offs_q + shift  # [BLOCK_M]
-    first, last = visible_keys(pos, len_k, inputs.masking, SPEC)  # [BLOCK_M]
+    first = None
+    last = None
+    if batch.cu_seqlens_q is not None:  # else all rows of a tile are one query's
+        first, last = visible_keys(pos, len_k, inputs.masking, SPEC)  # [BLOCK_M]
     low, high, full_low, full_high = tile_range(place.tile, shift, len_q, len_k, inputs, SPEC)
     if SPEC.SPLIT != "":
         first_tile = low // SPEC.BLOCK_N + place.skip
@@ -209,9 +212,12 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             page_ids = table.ptr + tl.load(table.indptr + sequence)
         else:
             page_ids = table.ptr + tl.cast(sequence, tl.int64) * table.stride_seq
+        head_stride = v_cache.stride_head
+        if head_stride is None:
+            head_stride = k_cache.stride_head
         cached = Source(
             k_cache.ptr + kv_head.to(tl.int64) * k_cache.stride_head,
-            v_cache.ptr + kv_head.to(tl.int64) * v_cache.stride_head,
+            v_cache.ptr + kv_head.to(tl.int64) * head_stride,
             k_cache.stride_token, v_cache.stride_token,
             k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
         )  # fmt: skip
@@ -313,8 +319,7 @@ def attention_kernel(
     # Programs that share keys and values stand next to each other; late query tiles, which see most
     # keys, come first.
     if SPEC.SPLIT == "shares":
-        share = fair_share(batch, splits, walks, BLOCK_Q, SPEC)
-        piece = find_piece(tl.program_id(0), share, batch, splits.widest, walks, BLOCK_Q, SPEC)
+        piece = find_piece(tl.program_id(0), batch, splits, walks, BLOCK_Q, SPEC)
         if piece.keys == 0:
             return
         q_start, len_q = queries_of(piece.sequence, batch)

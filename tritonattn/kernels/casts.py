@@ -14,15 +14,41 @@ import triton.language as tl
 def decode(raw, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """The values of float8 bytes, ``raw`` (uint8), as DTYPE: float16, bfloat16 or float32.
 
-    Exact; NaN and infinities are kept.  NATIVE converts e4m3fn by the hardware's instruction, on
-    sm_89 and later, never under the interpreter.  Triton's own way from e5m2 to bfloat16 loses
-    infinities and NaN, so that format is always decoded by its bits.
+    Exact; NaN and infinities are kept.  NATIVE converts by the hardware's instructions, on sm_89
+    and later, never under the interpreter.  Triton's own way from e5m2 to bfloat16 loses infinities
+    and NaN, and that to float16 takes four instructions a pair.
     """
     if NATIVE and FORMAT == "e4m3fn":
         value = raw.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    elif NATIVE and FORMAT == "e5m2":
+        value = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                mov.b32 {low, high}, $2;
+                cvt.rn.f16x2.e5m2x2 $0, low;
+                cvt.rn.f16x2.e5m2x2 $1, high;
+            }
+            """,
+            "=r,=r,r", [raw], dtype=tl.float16, is_pure=True, pack=4,
+        ).to(DTYPE)  # fmt: skip
     else:
         value = _decode_to_fp16(raw, FORMAT).to(DTYPE)
     return value
+
+
+@triton.jit
+def as_loaded(tile, rows):
+    """``tile`` [N, D] of 16-bit numbers, decoded in the layout in which its bytes were loaded.
+
+    It then passes through shared memory as 16-bit numbers, of which the second operand of a product
+    is read eight at a time, where bytes are read one by one.  An instruction that looks at
+    ``rows`` [N] as well is not moved behind that; the assembler drops it.
+    """
+    rows = tl.broadcast_to(rows[:, None], tile.shape)
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r", [tile, rows], dtype=tile.dtype, is_pure=True, pack=2
+    )
 
 
 @triton.jit

@@ -31,6 +31,7 @@ class Shares(NamedTuple):
     lse: object  # [2 programs, BLOCK_M] float32
     arrivals: object  # [2 programs] int32: programs done with the tile of this piece; 0 when idle
     programs: object
+    residents: object  # programs that run at the same time
     least: object  # key tiles that are worth a program
     widest: object  # a bound on the keys that a tile of queries sees, by window and chunk
 
@@ -83,8 +84,8 @@ def _tiles(start, batch, widest, STEP: tl.constexpr, BLOCK_Q: tl.constexpr, SPEC
 
 
 @triton.jit
-def fair_share(batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
-    """Key tiles up to which a query tile stays whole, by the work of the whole batch."""
+def find_piece(number, batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
+    """The piece with this number, sequence by sequence; past the last one its keys are 0."""
     STEP: tl.constexpr = 128
     total = tl.zeros([STEP], tl.int32)
     most = tl.zeros([STEP], tl.int32)
@@ -92,21 +93,31 @@ def fair_share(batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
     for start in tl.range(0, batch.num_seqs + 1, STEP):
         queries, keys = _tiles(start, batch, shares.widest, STEP, BLOCK_Q, SPEC)
         total += queries * keys
-        most = tl.maximum(most, keys)
+        most = tl.maximum(most, keys * queries)
         count += queries
+    work = tl.sum(total, 0)
+    share = tl.maximum(tl.cdiv(work * walks, shares.programs), shares.least)
+    # Where one query each sees about as much, no piece is to wait for another: as many of each
+    # sequence as run at the same time.
     longest = tl.max(most, 0)
-    tiles = tl.sum(count, 0)
-    total_tiles = tl.sum(total, 0)
-    share = tl.cdiv(total_tiles * walks, shares.programs)
-    if (total_tiles == longest * tiles) & (tiles > 0):
-        # All alike: as many pieces of each as there are programs for, or none is cut.
-        share = tl.cdiv(longest, tl.maximum(shares.programs // (tiles * walks), 1))
-    return tl.maximum(share, shares.least)
+    is_even = work == longest * batch.num_seqs
+    if batch.cu_seqlens_q is None and is_even:
+        parts = tl.maximum(shares.residents // (batch.num_seqs * walks), 1)
+        keys = tl.maximum(tl.cdiv(longest, parts), shares.least)
+        parts = tl.cdiv(longest, keys)
+        keys = tl.cdiv(longest, parts)
+        tile = number // parts
+        sequence = tile // walks
+        keys = tl.where(sequence < batch.num_seqs, keys, 0)
+        part = number % parts
+        piece = Piece(sequence, tile % walks, part, parts, keys, number - part)
+    else:
+        piece = _search(number, share, batch, shares.widest, walks, BLOCK_Q, SPEC)
+    return piece
 
 
 @triton.jit
-def find_piece(number, share, batch, widest, walks, BLOCK_Q: tl.constexpr, SPEC):
-    """The piece with this number, sequence by sequence; past the last one its keys are 0."""
+def _search(number, share, batch, widest, walks, BLOCK_Q: tl.constexpr, SPEC):
     STEP: tl.constexpr = 128
     start = 0  # the first sequence that is looked at
     pieces = number * 0  # before it, of all sequences

@@ -17,7 +17,11 @@ class Rows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """A paged cache ``[pages, page_size, heads, dim]``."""
+    """A paged cache ``[pages, page_size, heads, dim]``.
+
+    Values that lie as the keys do have no strides of their own: a fifth of a decode's instructions
+    are spent on addresses.
+    """
 
     ptr: object
     stride_page: object

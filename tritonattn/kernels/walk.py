@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from . import masks, softmax
-from .casts import decode, round_to
+from .casts import as_loaded, decode, round_to
 from .tiles import dot, load_tile, page_slots
 
 
@@ -18,7 +18,7 @@ class Source(NamedTuple):
     k_stride_token: object
     v_stride_token: object
     k_stride_page: object
-    v_stride_page: object
+    v_stride_page: object  # None: as the keys' strides
     page_ids: object  # None: the rows are packed
     table: object
     first: object
@@ -30,7 +30,7 @@ class Queries(NamedTuple):
     q: object  # [BLOCK_M, BLOCK_D]
     q_tail: object  # [BLOCK_M, TAIL_D]
     pos: object  # [BLOCK_M] absolute position
-    first: object  # [BLOCK_M] keys first <= j < last are seen
+    first: object  # [BLOCK_M] keys first <= j < last are seen; None: all that are visited
     last: object
     slopes: object  # [BLOCK_M]
     softcap: object
@@ -71,17 +71,19 @@ def visit(
     high,
     FORMAT: tl.constexpr,
     MASKED: tl.constexpr,
+    READ_ALL: tl.constexpr,
     SPEC,
 ):
-    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it.
+    """One tile of keys, ``begin`` onward; MASKED where not every row sees all of low..high in it.
 
-    Nothing outside low..high is read.
+    Nothing outside low..high is read, unless READ_ALL: all of the tile is there to be read.
     """
     offs_n = begin + tl.arange(0, SPEC.BLOCK_N)
     ok = (offs_n >= low) & (offs_n < high)
-    visible = ok[None, :]
+    visible = tl.broadcast_to(ok[None, :], (SPEC.BLOCK_M, SPEC.BLOCK_N))
     if MASKED:
-        visible = visible & masks.is_visible(offs_n, rows.first, rows.last)
+        if rows.first is not None:
+            visible = visible & masks.is_visible(offs_n, rows.first, rows.last)
         if SPEC.HAS_TREE:
             visible = visible & masks.is_visible_in_tree(
                 offs_n, rows.first_new, rows.tree_rows, rows.row_ok,
@@ -91,22 +93,31 @@ def visit(
             ok = ok & (tl.max((visible & rows.row_ok[:, None]).to(tl.int32), 0) > 0)
 
     if source.page_ids is not None:
-        page, slot = page_slots(source.page_ids, source.table, offs_n, ok, SPEC.PAGE_SIZE, MASKED)
-        k_rows = source.k + page * source.k_stride_page + slot * source.k_stride_token
-        v_rows = source.v + page * source.v_stride_page + slot * source.v_stride_token
+        page, slot = page_slots(source.page_ids, source.table, offs_n, ok, SPEC.PAGE_SIZE, not READ_ALL)
+        at = page * source.k_stride_page + slot * source.k_stride_token
+        k_rows = source.k + at
+        if source.v_stride_page is not None:
+            at = page * source.v_stride_page + slot * source.v_stride_token
+        v_rows = source.v + at
     else:
         token = (offs_n - source.first).to(tl.int64)
         k_rows = source.k + token * source.k_stride_token
         v_rows = source.v + token * source.v_stride_token
 
-    k = load_keys(k_rows, ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC)
+    k = load_keys(k_rows, ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, FORMAT, rows.q, not READ_ALL, SPEC)
     qk = dot(rows.q, tl.trans(k), None, SPEC.INTERPRETED)  # [BLOCK_M, BLOCK_N]
     if SPEC.TAIL_D > 0:
         k_tail = load_keys(
-            k_rows, ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q, MASKED, SPEC
+            k_rows, ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, FORMAT, rows.q, not READ_ALL,
+            SPEC,
         )
         qk = dot(rows.q_tail, tl.trans(k_tail), qk, SPEC.INTERPRETED)
-    v = load_keys(v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, MASKED, SPEC)
+    v = load_keys(
+        v_rows, ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q, not READ_ALL, SPEC
+    )
+
+    if FORMAT != "" and SPEC.NATIVE_FP8 and v.dtype != tl.float32:
+        v = as_loaded(v, offs_n)
 
     # float32 rows want a relative precision that 16-bit ones would not show.
     IS_EXACT: tl.constexpr = rows.q.dtype == tl.float32
@@ -152,12 +163,19 @@ def attend(
     if source.page_ids is not None:
         start = low // BLOCK_N * BLOCK_N  # whole pages a tile
     end = start + tl.cdiv(tl.maximum(high - start, 0), BLOCK_N) * BLOCK_N
-    if SPEC.HAS_CACHE and SPEC.BLOCK_M <= 32:
-        # Few rows wait for memory, not for masks: one loop is one pipeline to fill, not two.
-        for begin in tl.range(start, end, BLOCK_N):
+    if SPEC.HAS_CACHE and SPEC.BLOCK_M <= 32 and not SPEC.HAS_TREE:
+        # Few rows wait for memory: one loop is one pipeline to fill, not two, and reads without
+        # masks, as the last tile reaches back over keys that have been visited.
+        if high - low >= BLOCK_N:
+            for begin in tl.range(low, high, BLOCK_N):
+                acc, row_max, row_sum = visit(
+                    acc, row_max, row_sum, row_scale, rows, source,
+                    tl.minimum(begin, high - BLOCK_N), begin, high, FORMAT, True, True, SPEC,
+                )  # fmt: skip
+        elif low < high:
             acc, row_max, row_sum = visit(
                 acc, row_max, row_sum, row_scale, rows, source,
-                begin, low, high, FORMAT, True, SPEC,
+                low, low, high, FORMAT, True, False, SPEC,
             )  # fmt: skip
     else:
         acc, row_max, row_sum = attend_by_kinds(
@@ -197,11 +215,11 @@ def attend_by_kinds(
         begin = tl.where(i < before, start + i * BLOCK_N, full_end + (i - before) * BLOCK_N)
         acc, row_max, row_sum = visit(
             acc, row_max, row_sum, row_scale, rows, source,
-            begin, low, high, FORMAT, True, SPEC,
+            begin, low, high, FORMAT, True, False, SPEC,
         )  # fmt: skip
     for begin in tl.range(full_start, full_end, BLOCK_N):
         acc, row_max, row_sum = visit(
             acc, row_max, row_sum, row_scale, rows, source,
-            begin, low, high, FORMAT, False, SPEC,
+            begin, low, high, FORMAT, False, True, SPEC,
         )  # fmt: skip
     return acc, row_max, row_sum
