@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     last: object
     full_low: object  # keys that every row sees
     full_high: object
-    unit: object  # what a product is multiplied with first; [M] but for a lone scale
+    unit: object  # what a product is multiplied with first; [M] if HAS_QUERY_SCALE
     gain: object  # what a score is multiplied with last, a positive scalar
     slope: object  # in base 2
 
@@ -46,35 +46,27 @@ def reciprocal(x):
 
 
 @gluon.jit
-def tanh(y, ok):
-    """To some 1e-7; relative where ``ok`` and all |y| < 1, of which NaN are none.
+def tanh(y, IS_ROUGH: gl.constexpr):
+    """To some 1e-7, or 2^-11 relative if IS_ROUGH: by one instruction where the other way takes
+    two of those that exponentials wait for, too.
 
-    There it is a polynomial, y p(y^2), which the units of multiplication compute: those of
-    exponentials and reciprocals, which the rest would need twice a score, are busy already.
+    Scores that PyTorch rounds to bfloat16 have 2^-9, to float16 2^-12.
     """
-    if ok & (gl.max(gl.max(gl.abs(y), 1), 0) < 1.0):
-        z = y * y
-        p = 0.0009637702605687082 * z - 0.005951274652034044
-        p = p * z + 0.019973276183009148
-        p = p * z - 0.053265832364559174
-        p = p * z + 0.13319583237171173
-        p = p * z - 0.33332130312919617
-        t = y * (p * z + 0.9999997019767761)
+    if IS_ROUGH:
+        return gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=r,r", [y], dtype=gl.float32, is_pure=True, pack=1
+        )
     else:
         # 1 - 2 / (e^2y + 1) has no inf / inf at either end.
-        t = 1.0 - 2.0 * reciprocal(gl.exp2(y * (2.0 * LOG2E)) + 1.0)
-    return t
+        return 1.0 - 2.0 * reciprocal(gl.exp2(y * (2.0 * LOG2E)) + 1.0)
 
 
 @gluon.jit
-def rows_of(
-    pos, is_row, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr
-):
+def rows_of(pos, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr):
     """``scale`` a positive scalar, or [M] of any sign, and ``slope`` in natural units."""
     gain = 1.0
     if SPEC.HAS_SOFTCAP:
-        # What is no row's must not have a say either, even if it is infinite: 0 inf is NaN.
-        unit = gl.where(is_row, scale * (1.0 / softcap), 0.0)
+        unit = scale * (1.0 / softcap)
         gain = softcap * LOG2E
     else:
         unit = scale * LOG2E
@@ -85,7 +77,8 @@ def rows_of(
 
 @gluon.jit
 def with_bias(x, rows, key, SPEC: gl.constexpr):
-    """x [M, BLOCK_N] less slope |pos - j|.
+    """x [M, BLOCK_N] less slope |pos - j|; if IS_CAUSAL, but for what is the same all along a row,
+    ``row_bias``.
 
     Integer differences are exact, and so are their float32 up to 2^24.  Columns are 8 a + b, where
     a thread has few b and a is known when compiling: nothing waits in registers.
@@ -94,56 +87,68 @@ def with_bias(x, rows, key, SPEC: gl.constexpr):
     LAYOUT: gl.constexpr = x.type.layout
     x = gl.reshape(x, [M, SPEC.BLOCK_N // 8, 8])
     PARTS: gl.constexpr = x.type.layout
-    ahead = gl.convert_layout(rows.pos - key, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
-    ahead = gl.expand_dims(gl.expand_dims(ahead, 1), 2)
     a = gl.arange(0, SPEC.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
     a = gl.expand_dims(gl.expand_dims(a, 0), 2).to(gl.float32)
     b = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
-    ahead = (ahead - gl.expand_dims(gl.expand_dims(b, 0), 1)).to(gl.float32)  # [M, 1, 8]
-    if SPEC.IS_CAUSAL:  # ahead - 8 a is no less than 0 where it matters
-        bias = (ahead * -rows.slope).broadcast_to(x.shape)
-        eight = gl.full(x.shape, 8.0 * rows.slope, gl.float32, PARTS)
-        x = x + gl.fma(a.broadcast_to(x.shape), eight, bias)
+    b = gl.expand_dims(gl.expand_dims(b, 0), 1)
+    if SPEC.IS_CAUSAL:
+        # Of keys that are seen, |pos - j| = (pos - key) - (8 a + b).  The shift is a zero that the
+        # compiler cannot see through: else it would hold all columns' biases through the loop.
+        b = (b + (key >> 31)).to(gl.float32) * rows.slope
+        a = a.broadcast_to([1, SPEC.BLOCK_N // 8, 8])
+        eight = gl.full(a.shape, 8.0 * rows.slope, gl.float32, PARTS)
+        x = x + gl.fma(a, eight, b.broadcast_to(a.shape))
     else:
+        ahead = gl.convert_layout(rows.pos - key, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+        ahead = (gl.expand_dims(gl.expand_dims(ahead, 1), 2) - b).to(gl.float32)  # [M, 1, 8]
         x = x - gl.abs(ahead - 8.0 * a) * rows.slope
     return gl.convert_layout(gl.reshape(x, [M, SPEC.BLOCK_N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def score(qk, rows, key, limit, SPEC: gl.constexpr):
+def row_bias(rows, key, SPEC: gl.constexpr):
+    """What ``with_bias`` leaves to add to a row, [M] or 0."""
+    if SPEC.HAS_ALIBI and SPEC.IS_CAUSAL:
+        return (key - rows.pos).to(gl.float32) * rows.slope
+    else:
+        return 0.0
+
+
+@gluon.jit
+def score(qk, rows, key, limit, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
     """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; what they are multiplied with
     last, ``gain``, is left to do, if is_folded.  -inf where a key is not seen; keys from ``limit``
     on are not there."""
     offs_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
-    is_masked = (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit))
     x = qk
+    if SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
+        unit = rows.unit
+        if SPEC.HAS_QUERY_SCALE:
+            unit = gl.expand_dims(unit, 1)
+        x = x * unit
     if SPEC.HAS_SOFTCAP:
-        # Keys that are not seen must not have a say in how the others' scores are computed.
-        x = tanh(x * gl.expand_dims(rows.unit, 1), ~is_masked)
+        x = tanh(x, IS_ROUGH)
         if SPEC.HAS_ALIBI:
             x = x * rows.gain
-    elif SPEC.HAS_QUERY_SCALE:
-        x = x * gl.expand_dims(rows.unit, 1)
-    elif SPEC.HAS_ALIBI:
-        x = x * rows.unit
     if SPEC.HAS_ALIBI:
         x = with_bias(x, rows, key, SPEC)
-    if is_masked:
+    if (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit)):
         last = gl.minimum(rows.last, limit) - key
         x = gl.where(masks.is_visible(offs_n, rows.first - key, last), x, float("-inf"))
     return x
 
 
 @gluon.jit
-def raise_max(x, row_max, rows, SPEC: gl.constexpr):
-    """(new row_max, what to subtract from scores, what to scale the sums so far by), all [M]."""
+def raise_max(x, row_max, rows, key, SPEC: gl.constexpr):
+    """(new row_max, what to subtract from ``score``, what to scale the sums so far by), all [M]."""
     most = gl.max(x, 1)
     if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         most = most * rows.gain
-    most = gl.maximum(row_max, most)
+    bias = row_bias(rows, key, SPEC)
+    most = gl.maximum(row_max, most + bias)
     # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
     shift = gl.where(most == float("-inf"), 0.0, most)
-    return most, shift, gl.exp2(row_max - shift)
+    return most, shift - bias, gl.exp2(row_max - shift)
 
 
 @gluon.jit

@@ -155,12 +155,13 @@ def attend(
     STAGES: gl.constexpr = SPEC.STAGES
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     dtype: gl.constexpr = ks.dtype
+    IS_ROUGH: gl.constexpr = dtype == gl.bfloat16
     n = tile.num_tiles
     qk = warpgroup_mma_wait(0, deps=[qk])
     ring.give_back(bars.k_empty, keys % STAGES)
     key = key_of(0, tile, SPEC)
-    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), SPEC)
-    row_max, shift, alpha = scores.raise_max(x, row_max, rows, SPEC)
+    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), IS_ROUGH, SPEC)
+    row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
     p = scores.weigh(x, shift, rows, SPEC)
     row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(p, SPEC)
     p = gl.convert_layout(p.to(dtype), WEIGHTS)
@@ -178,8 +179,8 @@ def attend(
         qk = warpgroup_mma_wait(1, deps=[qk])
         ring.give_back(bars.k_empty, keys % STAGES)
         key = key_of(i, tile, SPEC)
-        x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), SPEC)
-        row_max, shift, alpha = scores.raise_max(x, row_max, rows, SPEC)
+        x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), IS_ROUGH, SPEC)
+        row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
         if SPEC.FORM & EARLY:
             acc, alpha = warpgroup_mma_wait(0, deps=[sums, alpha])
             ring.give_back(bars.v_empty, (keys - 1) % STAGES)
