@@ -20,8 +20,9 @@ import tritonattn
 from tritonattn import binaries, boxes, launch
 from tritonattn import device as devices
 from tritonattn import hopper as host
+from tritonattn.commands import doctor
 from tritonattn.errors import UnsupportedError
-from tritonattn.inputs import cumulative
+from tritonattn.inputs import Case, cumulative
 from tritonattn.kernels.hopper import spec as hopper_spec
 from tritonattn.plan import HOPPER, PORTABLE, Plan, plan, why_not_hopper
 from tritonattn.problem import MaskSpec, Problem
@@ -142,7 +143,7 @@ def test_plan_of_batch_invariant_mode_depends_on_no_size(data: st.DataObject) ->
         ({"pack": 4}, "pack must be 1"),
         ({"num_warps": 8}, "num_warps must be 4"),
         ({"num_stages": 1}, "num_stages must be at least 2"),
-        ({"num_stages": 3}, "bytes of shared memory"),
+        ({"num_stages": 4}, "bytes of shared memory"),
         ({"block_n": 32}, "block_n 32 is not for"),
         ({"block_n": 256}, "block_n 256 is not for"),
         ({"form": "textbook"}, "form must be one of plain"),
@@ -165,7 +166,7 @@ def test_kernel_config_of_a_table_without_kernels_is_the_portable_ones() -> None
 
 def test_forms_are_the_kernels_switches() -> None:
     numbers = [sum(host.SWITCHES[name] for name in form.split("+")) for form in HOPPER_FORMS]
-    switches = hopper_spec.EARLY | hopper_spec.TURNS | hopper_spec.LANES
+    switches = hopper_spec.EARLY | hopper_spec.TURNS | hopper_spec.LANES | hopper_spec.AHEAD
     assert sorted(numbers) == list(range(switches + 1))
 
 
@@ -219,7 +220,7 @@ def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def call(function: str, queries: int = 300, **options: Any) -> Any:
+def call(function: str, queries: int = 800, **options: Any) -> Any:
     """Two sequences of so many queries; nothing is computed."""
     q, starts, heads = rows(2 * queries, 8, 128), cumulative([queries] * 2), 2
     new = rows(2 * queries, heads, 128), rows(2 * queries, heads, 128)
@@ -351,11 +352,11 @@ def test_box_is_of_strides_below_2_to_the_40_bytes() -> None:
 @torch.no_grad()
 def test_queries_off_16_bytes_go_to_the_portable_kernel() -> None:
     """Strides are looked at once for all calls alike, addresses in each call."""
-    k, starts = rows(600, 2, 128), cumulative([300, 300])
-    memory = rows(600 * 8 * 128 + 8)
+    k, starts = rows(1600, 2, 128), cumulative([800, 800])
+    memory = rows(1600 * 8 * 128 + 8)
     with recorded(H200, store.lookup) as launches:
         for offset in (0, 1, 8):
-            q = memory[offset : offset + 600 * 8 * 128].view(600, 8, 128)
+            q = memory[offset : offset + 1600 * 8 * 128].view(1600, 8, 128)
             tritonattn.varlen_attention(q, k, k, starts, starts)
     names = [run.kernel.__name__ for run in launches]
     assert names == ["prefill_kernel", "attention_kernel", "prefill_kernel"]
@@ -365,10 +366,18 @@ def test_queries_off_16_bytes_go_to_the_portable_kernel() -> None:
 def test_out_may_lie_anywhere() -> None:
     with recorded(H200, store.lookup) as launches:
         for width in (128, 129):
-            call(VARLEN, out=rows(600, 8, width)[..., :128])
+            call(VARLEN, out=rows(1600, 8, width)[..., :128])
     specs: list[Any] = [run.constants["SPEC"] for run in launches]
     assert {run.kernel.__name__ for run in launches} == {"prefill_kernel"}
     assert [spec.OUT_ALIGNED for spec in specs] == [True, False]
+
+
+def test_doctor_makes_a_call_that_is_long_enough() -> None:
+    function, k_lens, q_lens = doctor._CALLS["long"]
+    args, options = Case(function, k_lens, q_lens, (16, 8), dtype=bf16).build()
+    with recorded(H200, store.lookup) as launches:
+        getattr(tritonattn, function)(*args, **options)
+    assert [run.kernel.__name__ for run in launches] == ["prefill_kernel"]
 
 
 def test_preferred_runs_it_where_it_can_serve() -> None:
@@ -390,9 +399,19 @@ def test_preferred_runs_it_where_it_can_serve() -> None:
     assert counts == {HOPPER: 1, PORTABLE: 1}
 
 
-def test_shared_memory_is_what_there_is_room_for() -> None:
-    """The heuristic's choice leaves no room for one more stage of the same size."""
-    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        problem = dataclasses.replace(PREFILL, head_dim=dims[0], head_dim_v=dims[1])
-        config = heuristics.hopper(problem)
-        assert shared_memory(config, problem, H200) <= H200.shared_memory
+@pytest.mark.parametrize(
+    ("dims", "block_n", "stages", "counted"),
+    [
+        ((64, 64), 128, 4, 168_708), ((64, 64), 64, 2, 70_404), ((64, 64), 128, 5, 201_604),
+        ((128, 128), 128, 2, 201_476), ((128, 128), 64, 4, 201_476), ((64, 128), 128, 3, 185_092),
+        ((192, 128), 128, 2, 217_860), ((192, 128), 64, 3, 226_052),
+        ((256, 256), 64, 2, 201_476), ((256, 64), 64, 3, 193_284),
+    ],
+)  # fmt: skip
+def test_shared_memory_is_what_triton_counted(
+    dims: tuple[int, int], block_n: int, stages: int, counted: int
+) -> None:
+    """As the compiled kernel says; only the tiles' alignment is left open."""
+    problem = dataclasses.replace(PREFILL, head_dim=dims[0], head_dim_v=dims[1])
+    config = dataclasses.replace(CONFIG, block_n=block_n, num_stages=stages)
+    assert 0 <= shared_memory(config, problem, H200) - counted <= 160

@@ -13,12 +13,12 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import EARLY, LANES, TURNS, HopperSpec, boxes
+from .kernels.hopper.spec import AHEAD, EARLY, LANES, TURNS, HopperSpec, boxes
 from .plan import Plan
 from .problem import Problem
-from .tuning.config import KernelConfig, hopper_block, hopper_q_slots
+from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
 
-SWITCHES = {"plain": 0, "early": EARLY, "turns": TURNS, "lanes": LANES}
+SWITCHES = {"plain": 0, "early": EARLY, "turns": TURNS, "lanes": LANES, "ahead": AHEAD}
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last
 MOST_SEQUENCES = 32  # in a section
 L2_BYTES = 32 << 20  # of keys and values that stay in the L2 cache
@@ -33,9 +33,9 @@ def prepare(
     spec: HopperSpec,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    partial: object,
+    memory: tuple[torch.Tensor] | None,
 ) -> Work:
-    assert partial is None
+    """``memory``: the two counters that programs draw tiles from; None: they are dealt out."""
     tiles = problem.total_q // spec.BLOCK_M + problem.batch + 1
     grid = min(gpu.sm_count, tiles * problem.num_kv_heads * problem.group)
     shapes = _shapes(spec)
@@ -47,10 +47,11 @@ def prepare(
         boxed("q_box", call.q), boxed("k_box", call.k), boxed("v_box", call.v),
         boxed("k_pages", call.k_cache), boxed("v_pages", call.v_cache), table_of(call, problem),
         batch_of(call, problem), scoring_of(call, problem), masking_of(call, problem),
-        output(out, lse), section(problem, gpu), problem.num_kv_heads,
+        output(out, lse), None if memory is None else memory[0], section(problem, gpu),
+        problem.num_kv_heads,
     )  # fmt: skip
     return Work(
-        prefill_kernel, grid if problem.total_q else 0, args, {"SPEC": spec},
+        prefill_kernel, grid, args, {"SPEC": spec},
         Options(config.num_warps, 1),
     )  # fmt: skip
 
@@ -82,17 +83,18 @@ def make_spec(
 ) -> HopperSpec:
     """What selects the machine code of a problem under a configuration."""
     mask = problem.mask
+    block_d, block_dv = hopper_blocks(problem)
     return HopperSpec(
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=hopper_block(problem.head_dim),
-        BLOCK_DV=hopper_block(problem.head_dim_v),
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         GROUP=problem.group,
         PAGE_SIZE=problem.page_size,
         STAGES=config.num_stages,
-        Q_SLOTS=hopper_q_slots(problem),
+        Q_SLOTS=hopper_q_slots(config, problem),
         FORM=sum(SWITCHES[name] for name in config.form.split("+")),
         HAS_CACHE=problem.has_cache,
         HAS_NEW=problem.has_new,

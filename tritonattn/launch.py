@@ -73,19 +73,17 @@ def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, t
     results = [out.data_ptr()]
     if lse is not None:
         results.append(lse.data_ptr())
-    if not repeats.offsets:
-        repeats.attention(*addresses, *results)
-    else:
-        shared = not call.is_operator
-        scratch = take(call.q, repeats.scratch, shared=shared)
+    parts: list[int] = []
+    if repeats.offsets:
+        scratch = take(call.q, repeats.scratch, shared=not call.is_operator)
         start = scratch.data_ptr()
         parts = [start + offset for offset in repeats.offsets]
-        if repeats.counters:
-            counters = take_counters(call.q, repeats.counters, shared=shared)
-            parts.append(counters.data_ptr())
-        repeats.attention(*addresses, *results, *parts)
-        if repeats.merge is not None:
-            repeats.merge(*parts, *results)
+    if repeats.counters:
+        counters = take_counters(call.q, repeats.counters, shared=not call.is_operator)
+        parts.append(counters.data_ptr())
+    repeats.attention(*addresses, *results, *parts)
+    if repeats.merge is not None:
+        repeats.merge(*parts, *results)
     return out if lse is None else (out, lse)
 
 
@@ -119,7 +117,7 @@ def _first(
     grid = grid if total_q else 0
     attention = binaries.launch(kernel, grid, args, constants, options, ready.gpu, q.device)
     merge = None
-    if partial is not None and ready.plan.cut == "parts":
+    if isinstance(partial, Partial) and ready.plan.cut == "parts":
         merge = merge_partials(partial.out, partial.lse, out, lse, ready.gpu, partial.counts)
     if attention is not None and call.repeats is not None:
         names = [name for name in _INPUTS if isinstance(getattr(call, name), torch.Tensor)]
@@ -128,7 +126,8 @@ def _first(
         # Not so where an argument had to be copied into another layout.
         if repeat.addresses == given:
             kept = list(partial or ())
-            counters = kept.pop().numel() if ready.plan.cut == "shares" else 0
+            has_counters = ready.plan.cut == "shares" or config.kernel == HOPPER
+            counters = kept.pop().numel() if has_counters else 0
             call.repeats[key] = Repeats(
                 inputs, repeat, None if merge is None else binaries.Repeat(merge),
                 shape, lse_shape, [x.data_ptr() - kept[0].data_ptr() for x in kept],
@@ -143,9 +142,12 @@ def _partial(
     plan_: Plan,
     config: KernelConfig,
     shape: tuple[int, int, int],
-) -> Partial | None:
+) -> Partial | tuple[torch.Tensor] | None:
+    """Memory beside the result: for partial ones, or for Hopper's kernel two counters."""
     tokens, heads, dim = shape
     shared = not call.is_operator
+    if config.kernel == HOPPER:
+        return (take_counters(call.q, 2, shared=shared),)
     if plan_.cut == "":
         return None
     if plan_.cut == "shares":

@@ -90,12 +90,10 @@ def _why_not_worth_it(problem: Problem, split: Plan) -> str:
         if problem.has_cache and problem.num_splits != 1:
             return f"batch_invariant cuts cached keys into parts of {INVARIANT_SPLIT}"
         return ""
-    if split.cut:
-        return "so few queries leave the GPU idle unless keys are split"
     mean = min(problem.max_q, problem.total_q // max(1, problem.batch))
     if mean < HOPPER_QUERIES:
         return f"sequences have {mean} queries in the mean, fewer than {HOPPER_QUERIES}"
-    return ""
+    return "so few queries leave the GPU idle unless keys are split" if split.cut else ""
 
 
 def _split(problem: Problem, device: Device) -> Plan:

@@ -13,7 +13,7 @@ import torch
 from .. import binaries
 from ..call import Call
 from ..device import Device
-from ..plan import Plan
+from ..plan import HOPPER, Plan
 from ..problem import Problem
 from .config import KernelConfig
 
@@ -72,8 +72,10 @@ def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device
 
     call = example_call(problem)
     assert call.out is not None
-    partial = None
-    if plan.cut:
+    partial: Partial | tuple[torch.Tensor] | None = None
+    if config.kernel == HOPPER:
+        partial = (torch.zeros(2).int(),)
+    elif plan.cut:
         lse, counts = torch.empty(1, call.out.shape[1], 1), torch.zeros(1, 1).int()
         partial = Partial(call.out[None].float(), lse, counts)
     side = kernel_side(config)

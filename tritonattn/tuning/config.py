@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
-from ..device import Device
+from ..device import SHARED_MEMORY, Device
 from ..plan import HOPPER, KERNELS, PORTABLE, why_not_hopper
 from ..problem import Problem
 
 # "boxes": packed keys and values are copied by TMA instead of through pointers.  A form of Hopper's
 # kernel is a set of switches, which kernels/hopper/spec.py explains.
 FORMS = ("textbook", "boxes")
-HOPPER_SWITCHES = ("early", "turns", "lanes")
+HOPPER_SWITCHES = ("early", "turns", "lanes", "ahead")
 HOPPER_FORMS = tuple(
     "+".join(names) or "plain"
     for count in range(len(HOPPER_SWITCHES) + 1)
@@ -88,7 +88,7 @@ def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
     if reason := out_of_range(config):
         return reason
     if config.kernel == HOPPER:
-        return why_not_hopper(problem, device) or _unfit_for_hopper(config, problem, device)
+        return why_not_hopper(problem, device) or unfit_for_hopper(config, problem, device)
     if not 1 <= config.pack <= min(config.block_m, problem.group):
         return f"pack must be from 1 to min(block_m, heads a KV head); got {config.pack}"
     if config.form == "boxes" and (reason := why_no_boxes(problem, device)):
@@ -108,7 +108,8 @@ def _too_large(config: KernelConfig, problem: Problem, device: Device) -> str:
     return ""
 
 
-def _unfit_for_hopper(config: KernelConfig, problem: Problem, device: Device) -> str:
+def unfit_for_hopper(config: KernelConfig, problem: Problem, device: Device) -> str:
+    """Why its kernel cannot be of these sizes, for a problem that it can run."""
     fixed = {"block_m": 128, "pack": 1, "num_warps": 4}
     for name, value in fixed.items():
         if getattr(config, name) != value:
@@ -116,7 +117,7 @@ def _unfit_for_hopper(config: KernelConfig, problem: Problem, device: Device) ->
     if config.num_stages < 2:
         return f"num_stages must be at least 2 for Hopper's kernel; got {config.num_stages}"
     # Of a consumer's 240 registers the sums, the scores and the probabilities take these.
-    sums, scores = hopper_block(problem.head_dim_v) // 2, config.block_n // 2
+    sums, scores = hopper_blocks(problem)[1] // 2, config.block_n // 2
     if config.block_n < 64 or sums + scores + scores // 2 > 192:
         return f"block_n {config.block_n} is not for values of {problem.head_dim_v} dims"
     return _too_large(config, problem, device)
@@ -149,7 +150,7 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
     if device.is_interpreter:
         return 0
     if config.kernel == HOPPER:
-        return _shared_by_hopper(config, problem)
+        return _shared_by_hopper(config, problem, hopper_q_slots(config, problem))
     itemsize = problem.dtype.itemsize
     m, n, stages = config.block_m, config.block_n, config.num_stages
     d, dv = sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
@@ -208,21 +209,21 @@ def why_no_boxes(problem: Problem, device: Device) -> str:
 # Hopper's kernel
 
 
-def hopper_block(dim: int) -> int:
-    """The power of two that covers a head's dims, of rows of at least 128 bytes."""
-    return max(64, whole_block(dim))
+def hopper_blocks(problem: Problem) -> tuple[int, int]:
+    """What covers the dims of a key and of a value: strips of 64, and a power of two of them."""
+    return -(-problem.head_dim // 64) * 64, max(64, whole_block(problem.head_dim_v))
 
 
-def hopper_q_slots(problem: Problem) -> int:
-    """Query tiles in shared memory: the next one's beside the one at work, where there is room."""
-    return 2 if hopper_block(problem.head_dim) <= 128 else 1
+def hopper_q_slots(config: KernelConfig, problem: Problem) -> int:
+    """Query tiles in shared memory: the next one's beside the one at work, if there is room."""
+    return 2 if _shared_by_hopper(config, problem, 2) <= SHARED_MEMORY[90] else 1
 
 
-def _shared_by_hopper(config: KernelConfig, problem: Problem) -> int:
+def _shared_by_hopper(config: KernelConfig, problem: Problem, slots: int) -> int:
     """Tiles, a barrier or two for each, the ring of announced tiles, and what Triton takes itself
     for exchanges among threads and between the program's roles."""
-    d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
-    slots, stages = hopper_q_slots(problem), config.num_stages
+    d, dv = hopper_blocks(problem)
+    stages = config.num_stages
     tiles = 2 * (slots * config.block_m * d + stages * config.block_n * (d + dv))
     barriers = 8 * (2 * 4 + 3 * slots + 4 * stages)
-    return tiles + barriers + 512 + 4096 + 64
+    return tiles + barriers + 512 + 4096 + 160

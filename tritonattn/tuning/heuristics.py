@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..device import Device
+from ..device import Device, target
 from ..errors import UnsupportedError, dtype_name
 from ..plan import HOPPER, plan
 from ..problem import Problem
@@ -23,8 +23,8 @@ from .config import (
     blocks,
     has_tensor_cores,
     has_warpgroup_mma,
-    hopper_block,
     invalid,
+    unfit_for_hopper,
     whole_block,
     why_no_boxes,
 )
@@ -77,11 +77,14 @@ def portable(problem: Problem, device: Device) -> KernelConfig:
 
 def hopper(problem: Problem) -> KernelConfig:
     """As large a tile as registers allow, and as many keys in flight as there is room for."""
-    d, dv = hopper_block(problem.head_dim), hopper_block(problem.head_dim_v)
-    if max(d, dv) > 128:
-        return KernelConfig(128, 64, 1, 4, 3 if d + dv <= 384 else 2, "plain", HOPPER)
-    stages, form = (4, "plain") if d + dv == 128 else (2, "lanes")
-    return KernelConfig(128, 128, 1, 4, stages, form, HOPPER)
+    gpu = target(90)
+    form = "lanes+ahead" if 64 < whole_block(problem.head_dim_v) <= 128 else "lanes"
+    tried = (
+        KernelConfig(128, keys, 1, 4, stages, form, HOPPER)
+        for keys in (128, 64)
+        for stages in (4, 3, 2)
+    )
+    return next(config for config in tried if not unfit_for_hopper(config, problem, gpu))
 
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:

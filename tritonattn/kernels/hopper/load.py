@@ -1,8 +1,4 @@
-"""The loader: it has queries, keys and values copied as soon as there is room for them.
-
-The order is K0 Q | K1 V0 | K2 V1 | ..., values one tile behind keys across query tiles too: the
-room of K(i) is free once Q K(i - STAGES) is there, that of V(i) only when P V(i - STAGES) is.
-"""
+"""The loaders: one warp has queries and keys copied as soon as there is room, one the values."""
 
 from typing import NamedTuple
 
@@ -11,9 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import ring
-from .spec import COLUMNS as _COLUMNS
-
-COLUMNS = gl.constexpr(_COLUMNS)
+from .ring import COLUMNS, swizzled
 
 
 class Place(NamedTuple):
@@ -26,21 +20,23 @@ class Place(NamedTuple):
     head: object
 
 
-@gluon.constexpr_function
-def swizzled(rank):
-    """Shared memory of boxes; the first axes make up the rows, so all ranks have the same bytes."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
-
-
 @gluon.jit
 def copy_packed(box, place, bar, buffer, stage, BLOCK: gl.constexpr, SPEC: gl.constexpr):
-    tiles = ring.view_as(buffer, buffer.dtype, [SPEC.STAGES, SPEC.BLOCK_N, 1, BLOCK], swizzled(3))
-    ring.copy_box(box, [place.row, place.head, 0], bar, tiles.index(stage))
+    """One box for every 64 columns."""
+    STRIPS: gl.constexpr = BLOCK // COLUMNS
+    strips = ring.view_as(
+        buffer, buffer.dtype, [SPEC.STAGES * STRIPS, SPEC.BLOCK_N, 1, COLUMNS], swizzled(3)
+    )
+    for strip in gl.static_range(STRIPS):
+        where = [place.row, place.head, strip * COLUMNS]
+        ring.copy_box(
+            box, where, bar, strips.index(ring.strip_of(stage, strip, SPEC.STAGES, BLOCK))
+        )
 
 
 @gluon.jit
 def copy_paged(pages, place, bar, buffer, stage, lane, BLOCK: gl.constexpr, SPEC: gl.constexpr):
-    """One box a page and 64 columns; one of page -1 lies outside of the cache: zeros."""
+    """One box for every page and 64 columns; one of page -1 lies outside of the cache: zeros."""
     ROWS: gl.constexpr = min(SPEC.PAGE_SIZE, SPEC.BLOCK_N)
     PARTS: gl.constexpr = SPEC.BLOCK_N // ROWS
     STRIPS: gl.constexpr = BLOCK // COLUMNS
@@ -50,15 +46,14 @@ def copy_paged(pages, place, bar, buffer, stage, lane, BLOCK: gl.constexpr, SPEC
     for part in gl.static_range(PARTS):
         page = gl.sum(gl.where(lane == part, place.pages, 0), 0)
         for strip in gl.static_range(STRIPS):
-            ring.copy_box(
-                pages, [page, place.slot, place.head, strip * COLUMNS], bar,
-                parts.index((stage * STRIPS + strip) * PARTS + part),
-            )  # fmt: skip
+            where = [page, place.slot, place.head, strip * COLUMNS]
+            to = ring.strip_of(stage, strip, SPEC.STAGES, BLOCK) * PARTS + part
+            ring.copy_box(pages, where, bar, parts.index(to))
 
 
 @gluon.jit
 def copy_tile(box, pages, place, full, buffer, i, lane, BLOCK: gl.constexpr, SPEC: gl.constexpr):
-    """Have [BLOCK_N, BLOCK] copied into the i-th use of ``buffer``."""
+    """Have [BLOCK_N, BLOCK], in strips of 64 columns, copied into the i-th use of ``buffer``."""
     stage = i % SPEC.STAGES
     bar = full.index(stage)
     mbarrier.expect(bar, SPEC.BLOCK_N * BLOCK * 2)
@@ -137,57 +132,66 @@ def read_tile(tiles, slot, num_tiles, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def copy_queries(q_box, tiles, slot, qs, bars, queries, SPEC: gl.constexpr):
+def copy_queries(q_box, tiles, slot, qs, bars, count, SPEC: gl.constexpr):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
-    boxes = ring.view_as(
-        qs, qs.dtype, [SPEC.Q_SLOTS * ring.CONSUMERS, M, 1, SPEC.BLOCK_D], swizzled(3)
-    )
+    STRIPS: gl.constexpr = SPEC.BLOCK_D // COLUMNS
+    COUNT: gl.constexpr = SPEC.Q_SLOTS * ring.CONSUMERS
+    strips = ring.view_as(qs, qs.dtype, [COUNT * STRIPS, M, 1, COLUMNS], swizzled(3))
     token = ring.field(tiles, slot, ring.TOKEN, 1)
     head = ring.field(tiles, slot, ring.HEAD, 1)
-    ring.wait_empty(bars.q_empty, queries, SPEC.Q_SLOTS)
+    ring.wait_empty(bars.q_empty, count, SPEC.Q_SLOTS)
     for part in gl.static_range(ring.CONSUMERS):
-        i = (queries % SPEC.Q_SLOTS) * ring.CONSUMERS + part
-        mbarrier.expect(bars.q_full.index(i), M * SPEC.BLOCK_D * 2)
-        ring.copy_box(q_box, [token + part * M, head, 0], bars.q_full.index(i), boxes.index(i))
+        i = (count % SPEC.Q_SLOTS) * ring.CONSUMERS + part
+        bar = bars.q_full.index(i)
+        mbarrier.expect(bar, M * SPEC.BLOCK_D * 2)
+        for strip in gl.static_range(STRIPS):
+            where = [token + part * M, head, strip * COLUMNS]
+            to = ring.strip_of(i, strip, COUNT, SPEC.BLOCK_D)
+            ring.copy_box(q_box, where, bar, strips.index(to))
 
 
 @gluon.jit
-def load(q_box, k_box, v_box, k_pages, v_pages, table, qs, ks, vs, tiles, bars, SPEC: gl.constexpr):
-    """The loader's whole work."""
+def load_tiles(
+    box, pages, table, buffer, full, empty, q_box, qs, tiles, bars,
+    BLOCK: gl.constexpr, HAS_QUERIES: gl.constexpr, SPEC: gl.constexpr,
+):  # fmt: skip
+    """A loader's whole work: all keys and the queries, or all values."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, LANES)
     count = 0  # tiles of queries
-    queries = 0  # of these, tiles with keys
-    keys = 0  # tiles of keys
-    zero = gl.program_id(0) * 0
-    owed = Place(zero == 0, zero, lane, zero, zero)  # whose values have not been copied yet
+    uses = 0  # of the buffer
     ring.wait_full(bars.tile_full, 0, ring.SLOTS)
     n = ring.field(tiles, 0, ring.NUM_TILES, 1)
-    while n >= 0:
+    while n > 0:
         slot = count % ring.SLOTS
-        if n > 0:
-            tile = read_tile(tiles, slot, n, SPEC)
-            place = place_of(0, tile, table, lane, SPEC)
-            for i in range(n):
-                # The next pages' ids arrive while these are waited for.
-                following = place_of(i + 1, tile, table, lane, SPEC)
-                ring.wait_empty(bars.k_empty, keys, SPEC.STAGES)
-                copy_tile(k_box, k_pages, place, bars.k_full, ks, keys, lane, SPEC.BLOCK_D, SPEC)
-                if keys > 0:
-                    ring.wait_empty(bars.v_empty, keys - 1, SPEC.STAGES)
-                    copy_tile(
-                        v_box, v_pages, owed, bars.v_full, vs, keys - 1, lane, SPEC.BLOCK_DV, SPEC
-                    )
-                if i == 0:
-                    copy_queries(q_box, tiles, slot, qs, bars, queries, SPEC)
-                owed = place
-                place = following
-                keys += 1
-            queries += 1
+        tile = read_tile(tiles, slot, n, SPEC)
+        place = place_of(0, tile, table, lane, SPEC)
+        for i in range(n):
+            # The next pages' ids arrive while these are waited for.
+            following = place_of(i + 1, tile, table, lane, SPEC)
+            ring.wait_empty(empty, uses, SPEC.STAGES)
+            copy_tile(box, pages, place, full, buffer, uses, lane, BLOCK, SPEC)
+            if HAS_QUERIES and i == 0:
+                copy_queries(q_box, tiles, slot, qs, bars, count, SPEC)
+            place = following
+            uses += 1
         ring.give_back(bars.tile_empty, slot)
         count += 1
         ring.wait_full(bars.tile_full, count, ring.SLOTS)
         n = ring.field(tiles, count % ring.SLOTS, ring.NUM_TILES, 1)
-    if keys > 0:
-        ring.wait_empty(bars.v_empty, keys - 1, SPEC.STAGES)
-        copy_tile(v_box, v_pages, owed, bars.v_full, vs, keys - 1, lane, SPEC.BLOCK_DV, SPEC)
+
+
+@gluon.jit
+def load_keys(q_box, k_box, k_pages, table, qs, ks, tiles, bars, SPEC: gl.constexpr):
+    load_tiles(
+        k_box, k_pages, table, ks, bars.k_full, bars.k_empty, q_box, qs, tiles, bars,
+        SPEC.BLOCK_D, True, SPEC,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_values(v_box, v_pages, table, vs, tiles, bars, SPEC: gl.constexpr):
+    load_tiles(
+        v_box, v_pages, table, vs, bars.v_full, bars.v_empty, None, None, tiles, bars,
+        SPEC.BLOCK_DV, False, SPEC,
+    )  # fmt: skip

@@ -1,5 +1,5 @@
 """Attention of packed queries on compute capability 9.0: one program a multiprocessor, each with a
-scheduler, a loader and two consumers that pass tiles on through shared memory (ring.py).
+scheduler, two loaders and two consumers that pass tiles on through shared memory (ring.py).
 
 It computes what kernels.attention does, of the same arguments, for 16-bit queries, keys and values.
 """
@@ -12,7 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import ring
 from .consume import consume
-from .load import load, swizzled
+from .load import load_keys, load_values
+from .ring import COLUMNS, swizzled
 from .schedule import schedule
 
 
@@ -47,25 +48,34 @@ def prefill_kernel(
     scoring,  # Scoring
     masking,  # Masking
     output,  # Output
+    counters,  # two int32 zeros, left at zero; None: every n-th tile is a program's
     section,  # sequences, 1 to 32, whose keys are read at about the same time
     num_kv_heads,
     SPEC: gl.constexpr,
 ):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
-    REGS: gl.constexpr = 232
+    # A warpgroup's registers: of 512 a thread of three, less 8.
+    CONSUMER_REGS: gl.constexpr = 232
+    OTHER_REGS: gl.constexpr = 504 - 2 * CONSUMER_REGS
     THREADS: gl.constexpr = ring.CONSUMERS * ring.CONSUMER_THREADS
     dtype: gl.constexpr = q_box.dtype
+    STRIPS: gl.constexpr = SPEC.BLOCK_D // COLUMNS
+    STRIPS_V: gl.constexpr = SPEC.BLOCK_DV // COLUMNS
     qs = gl.allocate_shared_memory(
-        dtype, [SPEC.Q_SLOTS * ring.CONSUMERS, M, SPEC.BLOCK_D], swizzled(2)
+        dtype, [SPEC.Q_SLOTS * ring.CONSUMERS * STRIPS, M, COLUMNS], swizzled(2)
     )
-    ks = gl.allocate_shared_memory(dtype, [SPEC.STAGES, SPEC.BLOCK_N, SPEC.BLOCK_D], swizzled(2))
-    vs = gl.allocate_shared_memory(dtype, [SPEC.STAGES, SPEC.BLOCK_N, SPEC.BLOCK_DV], swizzled(2))
+    ks = gl.allocate_shared_memory(
+        dtype, [SPEC.STAGES * STRIPS, SPEC.BLOCK_N, COLUMNS], swizzled(2)
+    )
+    vs = gl.allocate_shared_memory(
+        dtype, [SPEC.STAGES * STRIPS_V, SPEC.BLOCK_N, COLUMNS], swizzled(2)
+    )
     tiles = gl.allocate_shared_memory(
         gl.int32, [ring.SLOTS * ring.WIDTH, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     bars = Bars(
         make_bars(ring.SLOTS, 1),
-        make_bars(ring.SLOTS, THREADS + 32),
+        make_bars(ring.SLOTS, THREADS + 64),
         make_bars(SPEC.Q_SLOTS * ring.CONSUMERS, 1),
         make_bars(SPEC.Q_SLOTS, THREADS),
         make_bars(SPEC.STAGES, 1),
@@ -77,6 +87,7 @@ def prefill_kernel(
     gl.warp_specialize([
         (consume, (0, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC)),
         (consume, (1, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC)),
-        (load, (q_box, k_box, v_box, k_pages, v_pages, table, qs, ks, vs, tiles, bars, SPEC)),
-        (schedule, (batch, masking, section, num_kv_heads, tiles, bars, SPEC)),
-    ], [4, 1, 1], [REGS, 504 - 2 * REGS, 504 - 2 * REGS])  # fmt: skip
+        (load_keys, (q_box, k_box, k_pages, table, qs, ks, tiles, bars, SPEC)),
+        (load_values, (v_box, v_pages, table, vs, tiles, bars, SPEC)),
+        (schedule, (batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC)),
+    ], [4, 1, 1, 1], [CONSUMER_REGS, OTHER_REGS, OTHER_REGS, OTHER_REGS])  # fmt: skip

@@ -1,16 +1,16 @@
 """What the warps of a program tell each other, and how.
 
-Four roles: the scheduler, one warp, works out which tile of queries comes next (schedule.py); the
-loader, one warp, has its queries, keys and values copied (load.py); two consumers, a warpgroup
-each, compute half of its rows (consume.py).
+Roles: the scheduler, one warp, works out which tile of queries comes next (schedule.py); two
+loaders, a warp each, have its queries and keys, and its values, copied (load.py); two consumers, a
+warpgroup each, compute half of its rows (consume.py).
 
 All signals are mbarriers, and every use flips their phase:
 
     tile_full[t]               the scheduler -> the others: a row of ``tiles`` says what to do
     tile_empty[t]              the others -> the scheduler: the row has been read
-    q_full[s, consumer]        the loader -> a consumer: its queries have arrived
-    k_full[b], v_full[b]       the loader -> the consumers: a tile of keys, of values
-    q_empty, k_empty, v_empty  the consumers -> the loader: may be overwritten
+    q_full[s, consumer]        a loader -> a consumer: its queries have arrived
+    k_full[b], v_full[b]       a loader -> the consumers: a tile of keys, of values
+    q_empty, k_empty, v_empty  the consumers -> a loader: may be overwritten
 
 Consumers give back through cp.async.mbarrier.arrive.noinc, one arrival a thread: ``arrive`` would
 have Triton put a barrier of the whole warpgroup before and after itself.
@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
+from .spec import COLUMNS as _COLUMNS
 from .spec import CONSUMERS as _CONSUMERS
 
 # Names of triton 3.8 and later, and of those before.
@@ -30,11 +31,12 @@ view_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 SLOTS = gl.constexpr(4)  # tiles that may be announced at a time
 WIDTH = gl.constexpr(32)  # numbers that describe a tile: the first are the fields below
+COLUMNS = gl.constexpr(_COLUMNS)
 CONSUMERS = gl.constexpr(_CONSUMERS)
 CONSUMER_THREADS = gl.constexpr(128)
 
 # Key tiles to visit, from the last to the first; the packed keys' come before the cached ones'.
-NUM_TILES = gl.constexpr(0)  # in all; negative: there is no more work
+NUM_TILES = gl.constexpr(0)  # in all, 1 or more; negative: there is no more work
 NUM_NEW = gl.constexpr(1)  # of packed keys
 TOP_NEW = gl.constexpr(2)  # first key of the first packed tile to visit
 TOP_OLD = gl.constexpr(3)  # and of the first cached one
@@ -74,3 +76,41 @@ def wait_empty(bars, i, N: gl.constexpr):
 @gluon.jit
 def give_back(bars, slot):
     async_copy.mbarrier_arrive(bars.index(slot), increment_count=False)
+
+
+@gluon.constexpr_function
+def swizzled(rank):
+    """Shared memory of boxes; the first axes make up the rows, so all ranks have the same bytes."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+@gluon.constexpr_function
+def main_part(columns):
+    """The largest power of two in it: what one product takes."""
+    return 1 << (columns.bit_length() - 1)
+
+
+@gluon.jit
+def strip_of(i, STRIP: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr):
+    """Where among a buffer's strips of 64 columns the STRIP-th of its i-th tile lies.
+
+    A buffer holds COUNT tiles of BLOCK columns: their main parts, then what is left of each.
+    """
+    MAIN: gl.constexpr = main_part(BLOCK) // COLUMNS
+    if STRIP < MAIN:
+        return i * MAIN + STRIP
+    else:
+        return COUNT * MAIN + i * (BLOCK // COLUMNS - MAIN) + (STRIP - MAIN)
+
+
+@gluon.jit
+def main_of(buffer, i, ROWS: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr):
+    """The main part of a buffer's i-th tile."""
+    tiles = view_as(buffer, buffer.dtype, [COUNT, ROWS, main_part(BLOCK)], swizzled(2))
+    return tiles.index(i)
+
+
+@gluon.jit
+def rest_of(buffer, i, COUNT: gl.constexpr, BLOCK: gl.constexpr):
+    """What is left of it, one strip."""
+    return buffer.index(strip_of(i, main_part(BLOCK) // COLUMNS, COUNT, BLOCK))

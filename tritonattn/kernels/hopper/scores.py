@@ -25,10 +25,16 @@ class Rows(NamedTuple):
     last: object
     full_low: object  # keys that every row sees
     full_high: object
-    unit: object  # what a product is in the first step's argument; [M] if HAS_QUERY_SCALE
-    gain: object  # a score in base 2 is gain x + offset; gain > 0
-    offset: object
+    unit: object  # what a product is multiplied with first; [M] if HAS_QUERY_SCALE
+    gain: object  # what a score is multiplied with last, a positive scalar
     slope: object  # in base 2
+
+
+@gluon.constexpr_function
+def is_folded(softcap, alibi, query_scale):
+    """Whether scores are something times one positive number: that may wait until after the
+    maximum, where it costs nothing."""
+    return not alibi and (softcap or not query_scale)
 
 
 @gluon.jit
@@ -40,33 +46,39 @@ def reciprocal(x):
 
 
 @gluon.jit
-def column(x, HAS_ROWS: gl.constexpr):
-    """[M, 1] of [M], and a scalar as it is."""
-    if HAS_ROWS:
-        return gl.expand_dims(x, 1)
+def tanh(y, IS_ROUGH: gl.constexpr):
+    """To some 1e-7, or 2^-11 relative if IS_ROUGH: by one instruction where the other way takes
+    two of those that exponentials wait for, too.
+
+    Scores that PyTorch rounds to bfloat16 have 2^-9, to float16 2^-12.
+    """
+    if IS_ROUGH:
+        return gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=r,r", [y], dtype=gl.float32, is_pure=True, pack=1
+        )
     else:
-        return x
+        # 1 - 2 / (e^2y + 1) has no inf / inf at either end.
+        return 1.0 - 2.0 * reciprocal(gl.exp2(y * (2.0 * LOG2E)) + 1.0)
 
 
 @gluon.jit
 def rows_of(pos, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr):
     """``scale`` a positive scalar, or [M] of any sign, and ``slope`` in natural units."""
-    unit = scale * LOG2E
     gain = 1.0
-    offset = 0.0
     if SPEC.HAS_SOFTCAP:
-        # c tanh(s / c) = c - 2 c / (e^(2 s / c) + 1), with no inf / inf at either end.
-        unit = unit * (2.0 / softcap)
-        gain = softcap * (2.0 * LOG2E)
-        offset = softcap * LOG2E
-    elif not SPEC.HAS_ALIBI and not SPEC.HAS_QUERY_SCALE:
-        gain = unit
-    return Rows(pos, first, last, full_low, full_high, unit, gain, offset, slope * LOG2E)
+        unit = scale * (1.0 / softcap)
+        gain = softcap * LOG2E
+    else:
+        unit = scale * LOG2E
+        if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
+            gain = unit
+    return Rows(pos, first, last, full_low, full_high, unit, gain, slope * LOG2E)
 
 
 @gluon.jit
 def with_bias(x, rows, key, SPEC: gl.constexpr):
-    """x [M, BLOCK_N] less slope |pos - j|.
+    """x [M, BLOCK_N] less slope |pos - j|; if IS_CAUSAL, but for what is the same all along a row,
+    ``row_bias``.
 
     Integer differences are exact, and so are their float32 up to 2^24.  Columns are 8 a + b, where
     a thread has few b and a is known when compiling: nothing waits in registers.
@@ -75,33 +87,49 @@ def with_bias(x, rows, key, SPEC: gl.constexpr):
     LAYOUT: gl.constexpr = x.type.layout
     x = gl.reshape(x, [M, SPEC.BLOCK_N // 8, 8])
     PARTS: gl.constexpr = x.type.layout
-    ahead = gl.convert_layout(rows.pos - key, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
-    ahead = gl.expand_dims(gl.expand_dims(ahead, 1), 2)
     a = gl.arange(0, SPEC.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
     a = gl.expand_dims(gl.expand_dims(a, 0), 2).to(gl.float32)
     b = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
-    ahead = (ahead - gl.expand_dims(gl.expand_dims(b, 0), 1)).to(gl.float32)  # [M, 1, 8]
-    if SPEC.IS_CAUSAL:  # ahead - 8 a is no less than 0 where it matters
-        bias = (ahead * -rows.slope).broadcast_to(x.shape)
-        eight = gl.full(x.shape, 8.0 * rows.slope, gl.float32, PARTS)
-        x = x + gl.fma(a.broadcast_to(x.shape), eight, bias)
+    b = gl.expand_dims(gl.expand_dims(b, 0), 1)
+    if SPEC.IS_CAUSAL:
+        # Of keys that are seen, |pos - j| = (pos - key) - (8 a + b).  The shift is a zero that the
+        # compiler cannot see through: else it would hold all columns' biases through the loop.
+        b = (b + (key >> 31)).to(gl.float32) * rows.slope
+        a = a.broadcast_to([1, SPEC.BLOCK_N // 8, 8])
+        eight = gl.full(a.shape, 8.0 * rows.slope, gl.float32, PARTS)
+        x = x + gl.fma(a, eight, b.broadcast_to(a.shape))
     else:
+        ahead = gl.convert_layout(rows.pos - key, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+        ahead = (gl.expand_dims(gl.expand_dims(ahead, 1), 2) - b).to(gl.float32)  # [M, 1, 8]
         x = x - gl.abs(ahead - 8.0 * a) * rows.slope
     return gl.convert_layout(gl.reshape(x, [M, SPEC.BLOCK_N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def score(qk, rows, key, limit, SPEC: gl.constexpr):
-    """x [M, BLOCK_N] of products with the keys from ``key`` on: scores are gain x + offset; -inf
-    where a key is not seen.  Keys from ``limit`` on are not there."""
+def row_bias(rows, key, SPEC: gl.constexpr):
+    """What ``with_bias`` leaves to add to a row, [M] or 0."""
+    if SPEC.HAS_ALIBI and SPEC.IS_CAUSAL:
+        return (key - rows.pos).to(gl.float32) * rows.slope
+    else:
+        return 0.0
+
+
+@gluon.jit
+def score(qk, rows, key, limit, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
+    """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; what they are multiplied with
+    last, ``gain``, is left to do, if is_folded.  -inf where a key is not seen; keys from ``limit``
+    on are not there."""
     offs_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
     x = qk
+    if SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
+        unit = rows.unit
+        if SPEC.HAS_QUERY_SCALE:
+            unit = gl.expand_dims(unit, 1)
+        x = x * unit
     if SPEC.HAS_SOFTCAP:
-        x = -reciprocal(gl.exp2(x * column(rows.unit, SPEC.HAS_QUERY_SCALE)) + 1.0)
+        x = tanh(x, IS_ROUGH)
         if SPEC.HAS_ALIBI:
-            x = x * rows.gain + rows.offset
-    elif SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
-        x = x * column(rows.unit, SPEC.HAS_QUERY_SCALE)
+            x = x * rows.gain
     if SPEC.HAS_ALIBI:
         x = with_bias(x, rows, key, SPEC)
     if (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit)):
@@ -111,26 +139,23 @@ def score(qk, rows, key, limit, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def raise_max(x, row_max, rows, SPEC: gl.constexpr):
-    """(new row_max, what to subtract from scores, what to scale the sums so far by), all [M]."""
+def raise_max(x, row_max, rows, key, SPEC: gl.constexpr):
+    """(new row_max, what to subtract from ``score``, what to scale the sums so far by), all [M]."""
     most = gl.max(x, 1)
-    if not SPEC.HAS_ALIBI and (SPEC.HAS_SOFTCAP or not SPEC.HAS_QUERY_SCALE):
+    if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         most = most * rows.gain
-        if SPEC.HAS_SOFTCAP:
-            most = most + rows.offset
-    most = gl.maximum(row_max, most)
+    bias = row_bias(rows, key, SPEC)
+    most = gl.maximum(row_max, most + bias)
     # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
     shift = gl.where(most == float("-inf"), 0.0, most)
-    return most, shift, gl.exp2(row_max - shift)
+    return most, shift - bias, gl.exp2(row_max - shift)
 
 
 @gluon.jit
 def weigh(x, shift, rows, SPEC: gl.constexpr):
     """[M, BLOCK_N] weights."""
-    if not SPEC.HAS_ALIBI and (SPEC.HAS_SOFTCAP or not SPEC.HAS_QUERY_SCALE):
+    if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         x = x * rows.gain
-        if SPEC.HAS_SOFTCAP:
-            shift = shift - rows.offset
     return gl.exp2(x - gl.expand_dims(shift, 1))
 
 

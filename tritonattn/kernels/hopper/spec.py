@@ -15,8 +15,8 @@ class HopperSpec(NamedTuple):
 
     HEAD_DIM: int
     HEAD_DIM_V: int
-    BLOCK_D: int  # powers of two that hold HEAD_DIM and HEAD_DIM_V, at least 64
-    BLOCK_DV: int
+    BLOCK_D: int  # a multiple of 64 that holds HEAD_DIM, 64 and a power of two at most
+    BLOCK_DV: int  # a power of two that holds HEAD_DIM_V, 64 or more
     BLOCK_M: int  # queries of a tile, of one head; both consumers' together
     BLOCK_N: int  # keys of a tile
     GROUP: int  # query heads a KV head
@@ -52,11 +52,10 @@ def boxes(spec: HopperSpec) -> dict[str, tuple[int, ...]]:
     past the head's dimension, too.
     """
     shapes: dict[str, tuple[int, ...]] = {
-        "q_box": (spec.BLOCK_M // CONSUMERS, 1, spec.BLOCK_D),
+        "q_box": (spec.BLOCK_M // CONSUMERS, 1, COLUMNS),
     }
     if spec.HAS_NEW:
-        shapes["k_box"] = (spec.BLOCK_N, 1, spec.BLOCK_D)
-        shapes["v_box"] = (spec.BLOCK_N, 1, spec.BLOCK_DV)
+        shapes["k_box"] = shapes["v_box"] = (spec.BLOCK_N, 1, COLUMNS)
     if spec.HAS_CACHE:
         slots = min(spec.PAGE_SIZE, spec.BLOCK_N)
         shapes["k_pages"] = shapes["v_pages"] = (1, slots, 1, COLUMNS)
