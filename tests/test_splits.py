@@ -154,7 +154,9 @@ def test_pieces_count_what_a_window_leaves_visible() -> None:
     """Behind a window a long sequence is a short one."""
     far = shares_of(24)
     near = far._replace(widest=4096)
-    assert len(pieces([100_000, 9_000], far, 1, None)) > len(pieces([100_000, 9_000], near, 1, None))
+    assert len(pieces([100_000, 9_000], far, 1, None)) > len(
+        pieces([100_000, 9_000], near, 1, None)
+    )
     assert max(piece.keys for piece in pieces([100_000], near, 1, None)) <= 4096 // BLOCK_N + 1
 
 

@@ -26,12 +26,11 @@ from .call import Call
 from .device import Device
 from .kernels.attention import Masking, attention_kernel
 from .kernels.spec import Spec
-from .kernels.tiles import Pages
 from .kernels.splits import Shares, Splits
+from .kernels.tiles import Pages
 from .plan import Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, blocks, whole_block
-
 
 SCRATCH = 1 << 24  # float32 numbers of partial results
 

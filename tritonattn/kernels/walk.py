@@ -73,9 +73,7 @@ def load_keys(
 
 
 @triton.jit
-def locate(
-    source, begin, low, high, rows, MASKED: tl.constexpr, GUARDED: tl.constexpr, SPEC
-):
+def locate(source, begin, low, high, rows, MASKED: tl.constexpr, GUARDED: tl.constexpr, SPEC):
     """The tile of keys from ``begin`` on, of which low..high count.
 
     Nothing else is read if GUARDED; else the whole tile is there to be read.
@@ -144,7 +142,9 @@ def multiply_blocks(
     else:
         HALF: tl.constexpr = COUNT // 2
         qk = multiply_blocks(rows, source, tile, FIRST, HALF, FORMAT, GUARDED, SPEC)
-        more = multiply_blocks(rows, source, tile, FIRST + HALF, COUNT - HALF, FORMAT, GUARDED, SPEC)
+        more = multiply_blocks(
+            rows, source, tile, FIRST + HALF, COUNT - HALF, FORMAT, GUARDED, SPEC
+        )
         # Not a plain sum: Triton makes dot(a, b, 0) + c the long sum dot(a, b, c).
         qk = tl.fma(qk, tl.full(qk.shape, 1.0, tl.float32), more)
     return qk
@@ -187,7 +187,9 @@ def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPE
 
 
 @triton.jit
-def add_values(acc, alpha, p, rows, source, tile, FORMAT: tl.constexpr, GUARDED: tl.constexpr, SPEC):
+def add_values(
+    acc, alpha, p, rows, source, tile, FORMAT: tl.constexpr, GUARDED: tl.constexpr, SPEC
+):
     """alpha acc + p v."""
     if SPEC.BOXES and source.page_ids is None:
         v = load_box(source.v, source.head, tile.v_rows, SPEC.BLOCK_N, SPEC.BLOCK_DV)
