@@ -16,6 +16,14 @@ BESIDE_PAGES = {
     "page_size": 6, "pool_layout": "head_major", "table": "int64", "option_dtype": torch.bfloat16,
     "poison": "nan", "seed": 3,
 }  # fmt: skip
+CAPPED = {
+    "q_lens": (1, 55), "heads": (2, 2), "head_dims": (96, 112), "dtype": torch.float32,
+    "padding_rows": 2, "max_seqlens": True, "alibi": 1, "option_dtype": torch.float64,
+    "query_scale": True, "poison": "nan", "seed": 8070,
+    "options": {
+        "softmax_scale": 1.0, "causal": False, "chunk_size": 56, "softcap": 30.0, "num_splits": 3,
+    },
+}  # fmt: skip
 FOUND = {
     # A bias that float32 holds exactly was rounded by log2(e), and far keys' biases are large.
     "bias alone": Case(
@@ -34,6 +42,26 @@ FOUND = {
         "prefix_attention", (3,), (5,), **COMMON, **BESIDE_PAGES,
         options={"softmax_scale": 0.3, "causal": False, "chunk_size": 52, "return_lse": True},
     ),
+    # Sums of 96 to 128 products, one after the other, rounded more than PyTorch's.
+    "many bits of a scale": Case(
+        "varlen_attention", (1, 2), (0, 20), heads=(3, 1), head_dims=(128, 128),
+        dtype=torch.float32, padding_rows=1, layout="fused", query_scale=True, kv_scale="[]",
+        poison="inf", seed=165,
+        options={
+            "causal": False, "chunk_size": 63, "num_splits": 8, "batch_invariant": True,
+        },
+    ),
+    "bias and scores, other numbers": Case(
+        "prefix_attention", (3,), (5,), max_seqlens=True, **COMMON,
+        **BESIDE_PAGES | {"seed": 10795},
+        options={
+            "softmax_scale": 0.3, "causal": False, "chunk_size": 52, "batch_invariant": True,
+            "return_lse": True,
+        },
+    ),
+    # Beside that a cap, which makes 1e-7 of tanh 3e-6 of a score.
+    "cap": Case("varlen_attention", (16, 1), **CAPPED),
+    "cap, another length": Case("varlen_attention", (16, 2), **CAPPED),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Cutting keys into parts: what the device makes of its lengths, and that no result shows it."""
+"""Cutting keys into pieces: what the device makes of its lengths, and that no result shows it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonattn import device as devices
-from tritonattn import launch, plan
-from tritonattn.kernels.splits import Splits, tiles_per_part
+from tritonattn import launch, plan, portable, scratch
+from tritonattn.kernels.splits import Shares, Splits, find_piece, tiles_per_part
 from tritonattn.kernels.tiles import Batch
 from tritonattn.problem import MaskSpec, Problem
+from tritonattn.tuning.config import KernelConfig
 
-BLOCK_N = 64
+BLOCK_N, BLOCK_Q = 64, 16
 ANYTHING = 1 << 30
 H200 = devices.target(90, name="NVIDIA H200", sm_count=132)
+MI300 = devices.target("gfx942", sm_count=304)
 interpreted = pytest.mark.skipif(
     not devices.interpreting(), reason="calls a JIT function by itself, as only an interpreter can"
 )
@@ -35,93 +37,136 @@ class Layout(NamedTuple):
     HAS_NEW: bool
 
 
+class Piece(NamedTuple):
+    sequence: int
+    tile: int
+    part: int
+    parts: int
+    keys: int
+    first: int
+
+
 @triton.jit
-def share_kernel(shares, tiles, batch, splits, walks, BLOCK_Q: tl.constexpr, SPEC: tl.constexpr):
-    i = tl.program_id(0)
-    share = tiles_per_part(tl.load(tiles + i), splits, batch, walks, BLOCK_Q, SPEC)
-    tl.store(shares + i, share)
+def piece_kernel(found, batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC: tl.constexpr):
+    number = tl.program_id(0)
+    piece = find_piece(number, batch, shares, walks, BLOCK_Q, SPEC)
+    tl.store(found + number * 6, piece.sequence)
+    tl.store(found + number * 6 + 1, piece.tile)
+    tl.store(found + number * 6 + 2, piece.part)
+    tl.store(found + number * 6 + 3, piece.parts)
+    tl.store(found + number * 6 + 4, piece.keys)
+    tl.store(found + number * 6 + 5, piece.first)
 
 
-def parts(
-    lens: list[int], asked: list[int], splits: Splits, walks: int, q_lens: list[int] | None = None
-) -> list[tuple[int, int, int]]:
-    """(tiles, tiles a part, parts) of the sequences ``asked`` for, of a paged batch of ``lens``."""
-    tiles = [-(-max(lens[i], 0) // BLOCK_N) for i in asked]
-    shares = torch.full((len(asked),), -1, dtype=torch.int32)
-    starts = None
+@triton.jit
+def part_kernel(found, tiles, splits):
+    tl.store(found, tiles_per_part(tiles, splits))
+
+
+def pieces(
+    lens: list[int], shares: Shares, walks: int, q_lens: list[int] | None, padding: int = 0
+) -> list[Piece]:
+    """What the programs of a paged batch's grid do; those with nothing to do are left out."""
+    starts, total_q = None, len(lens)
+    tiles = len(lens)
     if q_lens is not None:
         starts = torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    batch = Batch(starts, torch.tensor(lens, dtype=torch.int32), len(lens), len(lens))
-    share_kernel[(len(asked),)](
-        shares, torch.tensor(tiles, dtype=torch.int32), batch, splits, walks,
-        BLOCK_Q=16, SPEC=Layout(BLOCK_N, True, False),
-    )  # fmt: skip
-    return [(n, s, max(-(-n // s), 1)) for n, s in zip(tiles, shares.tolist(), strict=True)]
+        total_q = sum(q_lens) + padding
+        tiles += total_q // BLOCK_Q + 1
+    grid = shares.programs + tiles * walks
+    found = torch.full((grid, 6), -1, dtype=torch.int32)
+    batch = Batch(starts, torch.tensor(lens, dtype=torch.int32), len(lens), total_q)
+    piece_kernel[(grid,)](
+        found, batch, shares, walks, BLOCK_Q=BLOCK_Q, SPEC=Layout(BLOCK_N, True, False)
+    )
+    everything = [Piece(*row) for row in found.tolist()]
+    busy = [piece for piece in everything if piece.keys > 0]
+    assert everything[: len(busy)] == busy  # the others come last, and leave
+    return busy
+
+
+def shares_of(programs: int, least: int = 8, residents: int = 0) -> Shares:
+    return Shares(None, None, None, programs, residents or programs, least, ANYTHING)
 
 
 @interpreted
 @given(
-    lens=st.lists(st.integers(-5, 40_000), min_size=1, max_size=300),
-    most=st.integers(2, 256),
-    programs=st.sampled_from([0, 2, 264, 1000]),
-    walks=st.sampled_from([1, 8, 71]),
-    fixed=st.sampled_from([0, 0, 32]),
+    lens=st.lists(st.integers(-5, 9_000), min_size=1, max_size=9),
+    queries=st.none() | st.lists(st.integers(0, 50), min_size=9, max_size=9),
+    programs=st.sampled_from([1, 7, 24]),
+    walks=st.sampled_from([1, 3]),
+    least=st.sampled_from([1, 8]),
+    alike=st.booleans(),
+    padding=st.sampled_from([0, 20]),
 )
-@settings(max_examples=40)
-def test_parts_hold_all_keys_and_are_even(lens, most, programs, walks, fixed) -> None:
-    least = 8
-    even = sum(-(-max(n, 0) // BLOCK_N) for n in lens) * walks / programs if programs else 0
-    splits = Splits(most, fixed, programs, least, ANYTHING)
-    for tiles, share, count in parts(lens, list(range(len(lens)))[:3], splits, walks):
-        assert share >= 1
-        if fixed:
-            assert share == fixed
-            continue
-        assert count <= most
-        if not programs:
-            assert share == max(-(-tiles // most), 1)
-            continue
-        if count > 1:
-            assert share >= least  # a smaller part is not worth a program
-            assert tiles > even  # nor is what is no longer than an even share worth merging
-        if share != -(-tiles // most):  # there was room for as many parts as there should be
-            assert share <= max(1.25 * max(even, least) + 1, 1)
+@settings(max_examples=12)
+def test_pieces_cover_every_tile_once(lens, queries, programs, walks, least, alike, padding):
+    if alike:
+        lens = [lens[0]] * len(lens)
+    q_lens = None if queries is None else queries[: len(lens)]
+    shares = shares_of(programs, least)
+    found = pieces(lens, shares, walks, q_lens, padding)
+    tiles: dict[tuple[int, int], list[Piece]] = {}
+    for piece in found:
+        tiles.setdefault((piece.sequence, piece.tile), []).append(piece)
+    heights = [1] * len(lens) if q_lens is None else [-(-n // BLOCK_Q) for n in q_lens]
+    heights.append(-(-padding // BLOCK_Q) if q_lens is not None else 0)  # rows past the last one
+    assert set(tiles) == {(b, t) for b, n in enumerate(heights) for t in range(n * walks)}
+    needed = [max(1, -(-n // BLOCK_N)) for n in lens] + [1]
+    share = max(-(-sum(map(int.__mul__, heights, needed)) * walks // programs), least)
+    merged: set[int] = set()
+    for (b, _), own in tiles.items():
+        parts = own[0].parts
+        assert [piece.part for piece in own] == list(range(parts))
+        assert len({piece.keys for piece in own}) == 1
+        assert (parts - 1) * own[0].keys < needed[b] <= parts * own[0].keys  # none is empty
+        assert own[0].keys <= max(share, least) + 1 or (alike and parts == 1)
+        if parts > 1:
+            assert own[0].keys >= min(least, needed[b]) // 2
+            room = {piece.first + piece.part for piece in own}
+            assert len(room) == parts
+            assert not room & merged
+            merged |= room
+    assert all(0 <= slot < 2 * programs for slot in merged)
 
 
 @interpreted
-@pytest.mark.parametrize("batch", [1, 8, 64, 255])
+@pytest.mark.parametrize("batch", [8, 127, 130])
 def test_one_long_sequence_is_cut_whatever_the_size_of_the_batch(batch: int) -> None:
     """vLLM's kernel does not split above a batch size, so that one long sequence runs alone."""
-    lens = [1000] * (batch - 1) + [120_000]
-    problem = decode(batch, 128 * 1024)
-    chosen = plan.plan(problem, H200)
-    least = chosen.least_keys // BLOCK_N
-    splits = Splits(chosen.num_splits, 0, chosen.programs, least, ANYTHING)
-    ((_, _, longest), (_, _, shortest)) = parts(lens, [batch - 1, 0], splits, problem.num_kv_heads)
-    assert 2 <= longest <= chosen.num_splits
-    assert batch == 1 or shortest <= 2
+    found = pieces([1000] * (batch - 1) + [120_000], shares_of(64), 1, None)
+    longest = [piece for piece in found if piece.sequence == batch - 1]
+    assert len(longest) >= 32 * 120_000 // (1000 * (batch - 1) + 120_000)
+    assert all(piece.parts == 1 for piece in found if piece.sequence < batch - 1)
 
 
 @interpreted
-def test_parts_count_what_a_window_leaves_visible() -> None:
+def test_sequences_of_one_length_run_side_by_side() -> None:
+    """No piece of one may wait for the end of another."""
+    for batch, parts in ((1, 24), (3, 8), (5, 4), (23, 1), (24, 1), (30, 1)):
+        found = pieces([24 * 8 * BLOCK_N - 3] * batch, shares_of(96, 1, residents=24), 1, None)
+        assert {piece.parts for piece in found} == {parts}
+        assert len(found) == batch * parts
+
+
+@interpreted
+def test_pieces_count_what_a_window_leaves_visible() -> None:
     """Behind a window a long sequence is a short one."""
-    lens = [100_000] * 4
-    far = Splits(64, 0, 264, 8, ANYTHING)
+    far = shares_of(24)
     near = far._replace(widest=4096)
-    tiles = 4096 // BLOCK_N
-    assert parts(lens, [0], far, 8)[0][2] > 1
-    even = 4 * tiles * 8 / 264
-    assert parts([4096] * 4, [0], near, 8)[0][1] <= max(1.25 * even + 1, 8)
-    assert parts([4096] * 4, [0], near, 8) == parts([4096] * 4, [0], far, 8)
+    assert len(pieces([100_000, 9_000], far, 1, None)) > len(
+        pieces([100_000, 9_000], near, 1, None)
+    )
+    assert max(piece.keys for piece in pieces([100_000], near, 1, None)) <= 4096 // BLOCK_N + 1
 
 
 @interpreted
-def test_parts_count_the_query_tiles_of_a_prefill_beside_decodes() -> None:
-    lens, q_lens = [4096] * 9, [1] * 8 + [1024]  # 8 decodes, and 64 tiles of 16 queries
-    splits = Splits(64, 0, 264, 8, ANYTHING)
-    alone = parts(lens[:8], [0], splits, 8, q_lens[:8])[0]
-    beside = parts(lens, [0], splits, 8, q_lens)[0]
-    assert alone[2] > beside[2]
+@pytest.mark.parametrize(("most", "fixed"), [(3, 0), (8, 0), (3, 32)])
+def test_parts_are_equal_or_of_a_fixed_size(most: int, fixed: int) -> None:
+    for tiles in (0, 1, 7, 8, 100):
+        found = torch.zeros(1, dtype=torch.int32)
+        part_kernel[(1,)](found, tiles, Splits(most, fixed))
+        assert found.item() == (fixed or max(-(-tiles // most), 1))
 
 
 def decode(batch: int, capacity: int, *, queries: int = 1, group: int = 4) -> Problem:
@@ -138,29 +183,37 @@ def decode(batch: int, capacity: int, *, queries: int = 1, group: int = 4) -> Pr
     queries=st.sampled_from([1, 4, 17, 1000]),
     capacity=st.integers(1, 1 << 20),
     group=st.sampled_from([1, 4, 71]),
+    block_m=st.sampled_from([16, 64, 128]),
+    gpu=st.sampled_from([H200, MI300]),
 )
-def test_plan_bounds_grid_and_scratch(batch, queries, capacity, group) -> None:
+def test_plan_bounds_grid_scratch_and_counts(batch, queries, capacity, group, block_m, gpu) -> None:
     problem = decode(batch, capacity, queries=queries, group=group)
-    chosen = plan.plan(problem, H200)
+    chosen = plan.plan(problem, gpu, plan.PORTABLE)
+    assert chosen.cut != "shares" or gpu.backend == "cuda"
     assert 1 <= chosen.num_splits <= plan.MAX_SPLITS
-    if chosen.num_splits > 1:
+    if chosen.cut == "parts":
         assert chosen.num_splits * plan.MIN_SPLIT <= capacity
-        tiles = batch if queries == 1 else max(batch, -(-problem.total_q * group // 64))
-        assert chosen.num_splits * tiles * 8 <= plan.CROWD * H200.sm_count
-        numbers = chosen.num_splits * problem.total_q * 8 * group * 128
-        few = tiles * 8 * 2 <= plan.BUSY * H200.sm_count
-        assert numbers <= plan.SCRATCH or few
+        assert chosen.num_splits * batch * 8 <= plan.RESIDENT * gpu.sm_count
+    if chosen.cut == "shares":
+        config = KernelConfig(block_m, 64, 1, 4, 2)
+        programs = portable.share_programs(chosen, config, problem)
+        assert chosen.residents <= programs <= chosen.programs
+        assert programs * 2 * block_m * 128 <= max(portable.SCRATCH, 4 * block_m * 132 * 128)
+        # Key tiles are counted in int32.
+        assert problem.total_q * 8 * group * (capacity // 16 + 2) < 1 << 31
 
 
 def test_plan_leaves_a_prefill_that_fills_the_gpu_in_one_part() -> None:
-    assert plan.plan(decode(1, 32 * 1024, queries=4096), H200).num_splits == 1
+    assert plan.plan(decode(1, 32 * 1024, queries=4096), H200, plan.PORTABLE).cut == ""
 
 
-@pytest.fixture
-def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=[(2, 3), (20, 20)], ids=lambda numbers: f"{numbers[0]}-pieces")
+def many_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans as for long contexts, at lengths that the interpreter can run."""
-    for name, value in {"MIN_SPLIT": 16, "CROWD": 4096, "BUSY": 64, "SHORT": 4096}.items():
+    pieces, residents = request.param
+    for name, value in {"MIN_SPLIT": 16, "PIECES": pieces, "RESIDENT": residents}.items():
         monkeypatch.setattr(plan, name, value)
+    monkeypatch.setattr(plan, "SHORT", 4096)
     launch.forget()
     yield
     launch.forget()
@@ -169,7 +222,7 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 MIXED = [((70, 1, 0, 33), (1, 1, 0, 1)), ((90, 20), (1, 17)), ((-3, 80), (0, 2))]
 
 
-@pytest.mark.usefixtures("many_parts")
+@pytest.mark.usefixtures("many_pieces")
 @every_function
 @pytest.mark.parametrize("lens", MIXED, ids=lambda lens: "-".join(map(str, lens[0])))
 @pytest.mark.parametrize(
@@ -177,7 +230,7 @@ MIXED = [((70, 1, 0, 33), (1, 1, 0, 1)), ((90, 20), (1, 17)), ((-3, 80), (0, 2))
     [{}, {"window_size": (40, 0)}, {"chunk_size": 48, "return_lse": False}],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_attention_parts_by_device_lengths_equal_the_oracle(function, lens, options, device):
+def test_attention_by_pieces_equals_the_oracle(function, lens, options, device):
     k_lens, q_lens = lens
     if function in (VARLEN, PREFIX):  # whose lengths are sums, or counts of cached keys alone
         k_lens = tuple(max(n, q) for n, q in zip(k_lens, q_lens, strict=True))
@@ -185,9 +238,17 @@ def test_attention_parts_by_device_lengths_equal_the_oracle(function, lens, opti
     check_case(path, k_lens, q_lens, device, sinks=True, options=options)
 
 
-@pytest.mark.usefixtures("many_parts")
+@pytest.mark.usefixtures("many_pieces")
 def test_the_oracle_tests_do_cut_keys(device: torch.device) -> None:
     """Else the tests above would show nothing."""
     chosen = plan.plan(decode(5, 160), devices.describe(device))
-    assert chosen.num_splits > 1
-    assert chosen.programs > 0
+    assert chosen.cut == "shares"
+
+
+@pytest.mark.skipif(devices.interpreting(), reason="on a CPU every call gets new counters")
+def test_counters_are_zero_after_every_call(device: torch.device) -> None:
+    """The next call counts from there."""
+    like = torch.empty(1, device=device)
+    path = Path("paged_attention", num_splits=0, small_tiles=True)
+    check_case(path, (900, 3), (1, 1), device)
+    assert not scratch.take_counters(like, 64).any()

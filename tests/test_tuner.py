@@ -15,6 +15,7 @@ from tuner import CANDIDATES, DEFAULT, FINE, H200, TASK, Fake, best_is, user_tab
 
 from tritonattn import UnsupportedError
 from tritonattn import device as devices
+from tritonattn.plan import HOPPER, plan
 from tritonattn.tuning import space, store, tables
 from tritonattn.tuning.compile import Report
 from tritonattn.tuning.config import KernelConfig, invalid
@@ -277,6 +278,25 @@ def test_candidates_are_valid_and_begin_with_the_heuristic(arch: int | str) -> N
             assert found[0] == default
             assert len(set(found)) == len(found) <= 120
             assert not any(invalid(config, task.problem, device) for config in found)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120, "gfx942"])
+def test_candidates_copy_packed_keys_as_boxes_where_that_is_possible(arch: int | str) -> None:
+    """On Hopper its own kernel does, and there is no need for a second one that does."""
+    device = devices.target(arch)
+    for task in tasks(PRESETS["llama3-8b"], dtype=torch.float16):
+        has_boxes = arch in (90, 100) and task.family in ("prefill", "prefix")
+        has_boxes &= plan(task.problem, device).kernel != HOPPER
+        forms = {config.form for config in space.candidates(task.problem, device)}
+        assert ("boxes" in forms) == has_boxes, task
+
+
+def test_entry_with_boxes_is_fitted_to_calls_that_cannot_have_them() -> None:
+    prefill = tasks(PRESETS["llama3-8b"], ["prefill"])[0].problem
+    boxes = KernelConfig(64, 64, 1, 4, 3, "boxes")
+    assert space.fit(boxes, prefill, H200) == boxes
+    odd = dataclasses.replace(prefill, has_boxes=False)
+    assert space.fit(boxes, odd, H200) == dataclasses.replace(boxes, form="textbook")
 
 
 def test_config_that_needs_more_registers_than_there_are_is_invalid_for_all() -> None:

@@ -70,7 +70,7 @@ def test_kernel_config_refuses_what_is_not_exactly_one(text: str, message: str):
 
 @given(st.integers(1, 576))
 def test_blocks_cover_the_dims_with_least_waste(dim: int):
-    whole, tail = blocks(dim)
+    whole, tail = (*blocks(dim, torch.bfloat16, target(90)), 0)[:2]
     assert whole >= 16
     assert whole & (whole - 1) == tail & (tail - 1 if tail else 0) == 0
     assert tail == 0 or 16 <= tail < whole < dim
@@ -80,8 +80,15 @@ def test_blocks_cover_the_dims_with_least_waste(dim: int):
 
 
 def test_blocks_of_known_dims():
-    dims = {8: (16, 0), 64: (64, 0), 80: (64, 16), 120: (128, 0), 192: (128, 64), 576: (512, 64)}
-    assert {dim: blocks(dim) for dim in dims} == dims
+    dims = {8: (16,), 64: (64,), 80: (64, 16), 120: (128,), 192: (128, 64), 576: (512, 64)}
+    assert {dim: blocks(dim, torch.float16, target(90)) for dim in dims} == dims
+
+
+@given(st.integers(1, 576), st.sampled_from([target(90), INTERPRETER]))
+def test_blocks_of_float32_are_equal_and_short(dim: int, device: Device):
+    widths = blocks(dim, torch.float32, device)
+    assert set(widths) < {16, 32}
+    assert sum(widths) - widths[0] < dim <= sum(widths)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,8 @@ def _type(arg: object, name: str) -> object:
         return _TYPES[arg.dtype]
     if isinstance(arg, Box):
         size = ",".join(map(str, arg.block_shape))
-        return f"tensordesc<{_TYPES[arg.dtype][1:]}[{size}],{arg.layout!r}>"
+        layout = "" if arg.layout is None else f",{arg.layout!r}"
+        return f"tensordesc<{_TYPES[arg.dtype][1:]}[{size}]{layout}>"
     if isinstance(arg, tuple):
         return type(arg)(*map(_type, arg, arg._fields))  # type: ignore[attr-defined,arg-type]
     if isinstance(arg, int):

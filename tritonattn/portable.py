@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import (
     NO_LIMIT,
@@ -20,16 +21,16 @@ from .arguments import (
     table_of,
 )
 from .binaries import Options, Work
+from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.attention import Masking, attention_kernel
 from .kernels.spec import Spec
-from .kernels.tiles import Pages
 from .kernels.splits import Shares, Splits
+from .kernels.tiles import Pages
 from .plan import Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, blocks, whole_block
-
 
 SCRATCH = 1 << 24  # float32 numbers of partial results
 
@@ -67,7 +68,7 @@ def prepare(
         grid = share_programs(plan, config, problem) + tiles
     return Work(
         attention_kernel, grid,
-        _arguments(call, problem, plan, config, out, lse, partial), {"SPEC": spec},
+        _arguments(call, problem, plan, config, spec, out, lse, partial), {"SPEC": spec},
         Options(config.num_warps, config.num_stages),
     )  # fmt: skip
 
@@ -77,14 +78,19 @@ def _arguments(
     problem: Problem,
     plan: Plan,
     config: KernelConfig,
+    spec: Spec,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     partial: Partial | None,
 ) -> tuple:
-    k = v = k_cache = v_cache = None
+    k: Any = None
+    v: Any = None
+    k_cache = v_cache = None
     splits: Splits | Shares | None = None
     if call.k is not None and call.v is not None:
         k, v = rows(call.k), rows(call.v)
+        if spec.BOXES:
+            k, v = (_boxed(x, spec, call.q) for x in (call.k, call.v))
     if call.k_cache is not None and call.v_cache is not None:
         k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
         if k_cache[1:] == v_cache[1:]:
@@ -106,6 +112,17 @@ def _arguments(
         batch_of(call, problem), scoring_of(call, problem), masking, output(out, lse),
         parts, splits, problem.num_kv_heads,
     )  # fmt: skip
+
+
+def _boxed(tensor: torch.Tensor, spec: Spec, spare: torch.Tensor) -> Box | TensorDescriptor:
+    """Packed keys or values ``[tokens, heads, dim]`` as ``[heads, tokens, dim]``, by tiles of one
+    head."""
+    block = (1, spec.BLOCK_N, whole_block(tensor.shape[2]))
+    made = box(tensor.transpose(0, 1), block, None, spare)
+    if not spec.INTERPRETED:
+        return made
+    base = tensor if tensor.numel() else spare
+    return TensorDescriptor(base, [*made.shape], [*made.strides], [*block])
 
 
 def _widest(masking: Masking, queries: int) -> int:
@@ -140,11 +157,10 @@ def make_spec(
     return Spec(
         problem.head_dim,
         problem.head_dim_v,
-        *blocks(problem.head_dim),
+        blocks(problem.head_dim, problem.dtype, gpu),
         whole_block(problem.head_dim_v),
         config.block_m,
         config.block_n,
-        config.form,
         problem.group,
         config.pack,
         page if page & (page - 1) == 0 and page <= 1024 else 0,
@@ -164,9 +180,11 @@ def make_spec(
         problem.has_alibi,
         problem.has_sinks,
         problem.has_query_scale,
+        not problem.is_positive or problem.has_scales or problem.has_query_scale,
         has_lse,
         plan.cut,
         _share_rows(problem, plan, config),
         aligned,
+        config.form == "boxes",
         gpu.is_interpreter,
     )

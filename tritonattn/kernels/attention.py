@@ -86,6 +86,18 @@ def visible_keys(pos, num_keys, masking, SPEC):
 
 
 @triton.jit
+def load_blocks(row_ptrs, row_ok, SPEC):
+    """A tile's queries, block by block of their dims."""
+    q_blocks = ()
+    for i in tl.static_range(len(SPEC.BLOCKS)):
+        block = load_tile(
+            row_ptrs, row_ok, i * SPEC.BLOCKS[0], SPEC.BLOCKS[i], SPEC.HEAD_DIM, True, SPEC.ALIGNED
+        )
+        q_blocks += (block,)
+    return q_blocks
+
+
+@triton.jit
 def store_tile_rows(rows, acc, row_ok, SPEC):
     store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
 
@@ -121,7 +133,7 @@ def store_rows(output, partials, acc, lse, part, parts, token, head, row_ok, SPE
 
 @triton.jit
 def queries_of(sequence, batch):
-    """(first token, tokens) of a sequence; of the rows past the last one, as of sequence num_seqs."""
+    """(first token, tokens) of a sequence; sequence num_seqs are the rows past the last one."""
     if batch.cu_seqlens_q is not None:
         start = tl.load(batch.cu_seqlens_q + sequence)
         is_known = sequence < batch.num_seqs
@@ -135,7 +147,6 @@ def queries_of(sequence, batch):
 @triton.jit
 def attend_tile(inputs, place, q_start, len_q, SPEC):
     """(out [BLOCK_M, BLOCK_DV], natural-log lse [BLOCK_M]) over the place's keys."""
-    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
     batch = inputs.batch
     scoring = inputs.scoring
     sequence = place.sequence
@@ -160,12 +171,8 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
 
     q = inputs.q
     q_rows = q.ptr + token.to(tl.int64) * q.stride_token + head * q.stride_head
-    q_tile = load_tile(q_rows, row_ok, 0, SPEC.BLOCK_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED)
-    q_tail = q_tile
-    if SPEC.TAIL_D > 0:
-        q_tail = load_tile(
-            q_rows, row_ok, SPEC.BLOCK_D, SPEC.TAIL_D, SPEC.HEAD_DIM, True, SPEC.ALIGNED
-        )
+    q_blocks = load_blocks(q_rows, row_ok, SPEC)
+    IS_EXACT: tl.constexpr = q_blocks[0].dtype == tl.float32
     row_scale = tl.full([SPEC.BLOCK_M], 1.0, tl.float32) * scoring.softmax_scale
     if SPEC.HAS_QUERY_SCALE:
         row_scale *= tl.load(scoring.query_scale + token, mask=row_ok, other=0.0)
@@ -174,7 +181,9 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
     if SPEC.HAS_ALIBI:
         slope_ptrs = scoring.alibi_slopes + tl.cast(sequence, tl.int64) * scoring.stride_alibi_seq
         slope_ptrs += head * scoring.stride_alibi_head
-        slopes = tl.load(slope_ptrs, mask=row_ok & is_known, other=0.0).to(tl.float32)
+        # Not is_known, which the interpreter would widen to a mask of integers.
+        has_slope = row_ok & (sequence + tl.zeros_like(offs_q) < batch.num_seqs)
+        slopes = tl.load(slope_ptrs, mask=has_slope, other=0.0).to(tl.float32)
     sink = nothing
     if SPEC.HAS_SINK:
         sink = tl.load(scoring.sinks + head * scoring.stride_sinks, mask=row_ok, other=0.0)
@@ -182,23 +191,23 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
         if SPEC.SPLIT != "":
             counts = counts & (place.skip == 0)  # once, however the keys are cut
         sink = tl.where(counts, sink.to(tl.float32), float("-inf"))
-    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK, q_tile.dtype == tl.float32)
+    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK, IS_EXACT)
     tree_rows = token.to(tl.int64)
     if SPEC.HAS_TREE:
         tree_rows = inputs.masking.tree + tree_rows * inputs.masking.stride_tree_row
     rows = Queries(
-        q_tile, q_tail, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows,
-        inputs.masking, shift,
+        q_blocks, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, inputs.masking,
+        shift,
     )  # fmt: skip
     cached_rows = rows
     cached_row_scale = row_scale
     if SPEC.HALF_FP8:
         # float8 becomes float16 by one instruction, and bfloat16 by several.
-        q_half, tail_half, power = split_power(q_tile, q_tail, SPEC.TAIL_D > 0, SPEC.INTERPRETED)
+        halves, power = split_power(q_blocks, len(SPEC.BLOCKS), SPEC.INTERPRETED)
         cached_row_scale = row_scale * power
         cached_rows = Queries(
-            q_half, tail_half, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows,
-            inputs.masking, shift,
+            halves, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, inputs.masking,
+            shift,
         )  # fmt: skip
 
     acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
@@ -219,7 +228,7 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             k_cache.ptr + kv_head.to(tl.int64) * k_cache.stride_head,
             v_cache.ptr + kv_head.to(tl.int64) * head_stride,
             k_cache.stride_token, v_cache.stride_token,
-            k_cache.stride_page, v_cache.stride_page, page_ids, table, 0,
+            k_cache.stride_page, v_cache.stride_page, page_ids, table, 0, 0, 0,
         )  # fmt: skip
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, cached_row_scale * k_scale, cached_rows, cached,
@@ -229,12 +238,15 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
     if SPEC.HAS_NEW:
         k = inputs.k
         v = inputs.v
-        first_row = k_start.to(tl.int64)
-        packed = Source(
-            k.ptr + kv_head.to(tl.int64) * k.stride_head + first_row * k.stride_token,
-            v.ptr + kv_head.to(tl.int64) * v.stride_head + first_row * v.stride_token,
-            k.stride_token, v.stride_token, 0, 0, None, None, context,
-        )  # fmt: skip
+        if SPEC.BOXES:
+            packed = Source(k, v, 0, 0, 0, 0, None, None, context, k_start, kv_head)
+        else:
+            first_row = k_start.to(tl.int64)
+            packed = Source(
+                k.ptr + kv_head.to(tl.int64) * k.stride_head + first_row * k.stride_token,
+                v.ptr + kv_head.to(tl.int64) * v.stride_head + first_row * v.stride_token,
+                k.stride_token, v.stride_token, 0, 0, None, None, context, 0, 0,
+            )  # fmt: skip
         if not SPEC.HAS_CACHE:
             row_scale *= k_scale
         acc, row_max, row_sum = attend(
@@ -243,7 +255,7 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
         )  # fmt: skip
         if not SPEC.HAS_CACHE:
             acc *= v_scale
-    return softmax.finish(acc, row_max, row_sum, q_tile.dtype == tl.float32)
+    return softmax.finish(acc, row_max, row_sum, IS_EXACT)
 
 
 @triton.jit
@@ -293,7 +305,7 @@ def rows_to_store(place, q_start, len_q, num_kv_heads, ROWS: tl.constexpr, SPEC)
 @triton.jit
 def attention_kernel(
     q,  # Rows
-    k,  # Rows or None: packed keys
+    k,  # packed keys: Rows, a descriptor if SPEC.BOXES, or None
     v,
     k_cache,  # Pages or None
     v_cache,

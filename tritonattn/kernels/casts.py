@@ -141,24 +141,23 @@ def widen(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def split_power(x, tail, HAS_TAIL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Rows ``x``, and ``tail``, of bfloat16 as (x, tail) in float16 times a power of two a row.
+def split_power(blocks, COUNT: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Rows of bfloat16, in ``blocks`` of their columns, in float16 times a power of two a row.
 
     Exact but for what is 2^-14 of a row's greatest magnitude or less.
     """
-    x = widen(x, INTERPRETED)
-    greatest = tl.max(tl.abs(x), 1)
-    if HAS_TAIL:
-        tail = widen(tail, INTERPRETED)
-        greatest = tl.maximum(greatest, tl.max(tl.abs(tail), 1))
+    greatest = tl.max(tl.abs(widen(blocks[0], INTERPRETED)), 1)
+    for i in tl.static_range(1, COUNT):
+        greatest = tl.maximum(greatest, tl.max(tl.abs(widen(blocks[i], INTERPRETED)), 1))
     exponent = greatest.to(tl.int32, bitcast=True) & 0x7F800000
     # Rows of zeros, infinities or NaN stay; a power's inverse must not be subnormal.
     exponent = tl.where((exponent == 0) | (exponent == 0x7F800000), 0x3F800000, exponent)
     exponent = tl.minimum(exponent, 0x7E800000)
     inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
-    x = (x * inverse).to(tl.float16)
-    tail = (tail * inverse).to(tl.float16) if HAS_TAIL else x
-    return x, tail, exponent.to(tl.float32, bitcast=True)
+    halves = ()
+    for i in tl.static_range(COUNT):
+        halves += ((widen(blocks[i], INTERPRETED) * inverse).to(tl.float16),)
+    return halves, exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit

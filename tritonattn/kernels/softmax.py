@@ -17,19 +17,6 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def tanh(y, IS_EXACT: tl.constexpr):
-    """To some 1e-7, absolute; if IS_EXACT relative, by Cephes' polynomial near 0."""
-    # 1 - 2 / (e^2y + 1) has no inf / inf at either end.
-    result = 1.0 - 2.0 / (tl.math.exp2(y * (2.0 * LOG2E)) + 1.0)
-    if IS_EXACT:
-        z = y * y
-        series = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
-        series = ((series + 1.33314422036e-1) * z - 3.33332819422e-1) * z
-        result = tl.where(z < 0.390625, y + y * series, result)
-    return result
-
-
-@triton.jit
 def logits(
     qk,
     row_scale,
@@ -38,7 +25,6 @@ def logits(
     pos,
     offs_n,
     HAS_SOFTCAP: tl.constexpr,
-    IS_EXACT: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
 ):
     """[BLOCK_M, BLOCK_N] scores: scaled, capped, biased; not yet masked.
@@ -47,14 +33,60 @@ def logits(
     natural units.
     """
     if HAS_SOFTCAP:
-        s = (softcap * unit(IS_EXACT)) * tanh(qk * (row_scale / softcap)[:, None], IS_EXACT)
+        y = qk * (row_scale / softcap)[:, None]
+        # 1 - 2 / (e^2y + 1), for tanh y, has no inf / inf at either end.
+        tanh = 1.0 - 2.0 / (tl.math.exp2(y * (2.0 * LOG2E)) + 1.0)
+        s = (softcap * LOG2E) * tanh
     else:
-        s = qk * (row_scale * unit(IS_EXACT))[:, None]
+        s = qk * (row_scale * LOG2E)[:, None]
     if HAS_ALIBI:
-        # An integer difference first: it is exact, and so is its float32 up to 2^24.
-        distance = tl.abs(pos[:, None] - offs_n[None, :]).to(tl.float32)
-        s -= (slopes * unit(IS_EXACT))[:, None] * distance
+        s -= (slopes * LOG2E)[:, None] * distance(pos, offs_n)
     return s
+
+
+@triton.jit
+def distance(pos, offs_n):
+    """[BLOCK_M, BLOCK_N], exact up to 2^24: an integer difference first."""
+    return tl.abs(pos[:, None] - offs_n[None, :]).to(tl.float32)
+
+
+@triton.jit
+def exact_logits(
+    qk,
+    row_scale,
+    softcap,
+    slopes,
+    pos,
+    offs_n,
+    shift,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
+    """Scores in natural units less ``shift`` [BLOCK_M].  A score next to it, which is what counts,
+    is small then, and only sums with that have roundings of that size."""
+    rest = tl.broadcast_to(-shift[:, None], qk.shape)
+    if HAS_ALIBI:
+        rest = tl.fma(tl.broadcast_to(-slopes[:, None], qk.shape), distance(pos, offs_n), rest)
+    if HAS_SOFTCAP:
+        whole, qk = tanh(qk * (row_scale / softcap)[:, None])
+        factor = tl.zeros(qk.shape, tl.float32) + softcap
+        rest = tl.fma(whole, factor, rest)
+    else:
+        factor = tl.broadcast_to(row_scale[:, None], qk.shape)
+    return tl.fma(qk, factor, rest)
+
+
+@triton.jit
+def tanh(y):
+    """Two numbers whose sum it is: -1, 0 or 1, and the rest, to some 1e-7 of itself."""
+    z = y * y
+    # Cephes' polynomial near 0.
+    series = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
+    series = ((series + 1.33314422036e-1) * z - 3.33332819422e-1) * z
+    to_one = 2.0 / (tl.math.exp2(tl.abs(y) * (2.0 * LOG2E)) + 1.0)
+    is_small = z < 0.390625
+    whole = tl.where(is_small, 0.0, tl.where(y < 0.0, -1.0, 1.0))
+    return whole, tl.where(is_small, y + y * series, -whole * to_one)
 
 
 @triton.jit
@@ -93,27 +125,64 @@ def step(
     factor,
     MASKED: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
-    IS_EXACT: tl.constexpr,
+    IS_RISING: tl.constexpr,
 ):
     """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed
     before, and the new (row_max, row_sum).
 
-    IS_PRODUCT: s = qk factor, so that the difference from the maximum needs no rounded s.
+    IS_PRODUCT: s = qk factor, none of it masked: the difference from the maximum needs no s.
+    IS_RISING: nor does the maximum, as no factor is negative.
     """
-    m_new = tl.maximum(row_max, tl.max(s, 1))
-    shift = m_new
-    if MASKED:
-        # A row that has seen no key yet keeps row_max = -inf; -inf - -inf would be NaN.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    highest = tl.max(qk, 1) * factor if IS_PRODUCT and IS_RISING else tl.max(s, 1)
+    m_new = tl.maximum(row_max, highest)
+    shift = finite(m_new) if MASKED else m_new
     if IS_PRODUCT:
         below = tl.broadcast_to(-shift[:, None], qk.shape)
         d = tl.fma(qk, tl.broadcast_to(factor[:, None], qk.shape), below)
-        if MASKED:
-            d = tl.where(s == float("-inf"), s, d)
     else:
         d = s - shift[:, None]
-    p = power(d, IS_EXACT)
-    alpha = power(row_max - shift, IS_EXACT)
+    p = power(d, False)
+    alpha = power(row_max - shift, False)
+    return p, alpha, m_new, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def finite(row_max):
+    """A row that has seen no key yet keeps row_max = -inf; -inf - -inf would be NaN."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
+def exact_step(
+    row_max,
+    row_sum,
+    qk,
+    row_scale,
+    softcap,
+    slopes,
+    pos,
+    offs_n,
+    visible,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``logits`` and ``step`` in one, of float32 inputs.
+
+    The maximum is rounded up to a whole number: beside one, a cap and most biases lose nothing.
+    """
+    s = exact_logits(
+        qk, row_scale, softcap, slopes, pos, offs_n, tl.zeros_like(row_max), HAS_SOFTCAP, HAS_ALIBI
+    )
+    if MASKED:
+        s = tl.where(visible, s, float("-inf"))
+    m_new = tl.maximum(row_max, tl.ceil(tl.max(s, 1)))
+    shift = finite(m_new) if MASKED else m_new
+    d = exact_logits(qk, row_scale, softcap, slopes, pos, offs_n, shift, HAS_SOFTCAP, HAS_ALIBI)
+    if MASKED:
+        d = tl.where(visible, d, float("-inf"))
+    p = power(d, True)
+    alpha = power(row_max - shift, True)
     return p, alpha, m_new, row_sum * alpha + tl.sum(p, 1)
 
 

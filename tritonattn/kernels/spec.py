@@ -7,19 +7,18 @@ class Spec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
     A key's dimension is covered by two blocks, powers of two, where that wastes less than one
-    would: 192 by 128 and 64, 576 by 512 and 64; a second block of 0 columns is none.  A value's is
-    covered by one: of a second one that comes from registers, ptxas 12.8, which triton 3.6 brings,
-    writes part to the wrong place in shared memory (seen on sm_90; ptxas 13.0 does not).
+    would: 192 by 128 and 64, 576 by 512 and 64; by many small ones in float32.  All but the last
+    are equal.  A value's is covered by one: of a second one that comes from registers, ptxas 12.8,
+    which triton 3.6 brings, writes part to the wrong place in shared memory (seen on sm_90; ptxas
+    13.0 does not).
     """
 
     HEAD_DIM: int
     HEAD_DIM_V: int
-    BLOCK_D: int
-    TAIL_D: int
+    BLOCKS: tuple[int, ...]
     BLOCK_DV: int
     BLOCK_M: int  # rows of a tile: (token, head) pairs, heads fastest
     BLOCK_N: int  # keys of a tile
-    FORM: str  # of the loop over keys that all rows see: "textbook", "qk-lead" or "pv-lag"
     GROUP: int  # query heads a KV head
     PACK: int  # of these, heads in one tile
     PAGE_SIZE: int  # 0: a run-time value, for pages that are no power of two
@@ -36,8 +35,10 @@ class Spec(NamedTuple):
     HAS_ALIBI: bool
     HAS_SINK: bool
     HAS_QUERY_SCALE: bool
+    HAS_SIGNED_SCALE: bool  # a scale may be negative
     HAS_LSE: bool
     SPLIT: str  # how a tile's keys may be cut: "" not at all, "parts" or "shares"
     SHARE_ROWS: int  # rows of a tile that can hold a query, where it is merged from shares
     ALIGNED: bool  # every row starts on 16 bytes
+    BOXES: bool  # packed keys and values come as descriptors [heads, tokens, dim]
     INTERPRETED: bool

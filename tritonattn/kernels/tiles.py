@@ -177,6 +177,12 @@ def load_tile(
 
 
 @triton.jit
+def load_box(box, head, row, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """[ROWS, COLS] from a descriptor ``[heads, tokens, dim]``; 0 past its end."""
+    return tl.reshape(box.load([head, row, 0]), [ROWS, COLS])
+
+
+@triton.jit
 def store_tile(
     row_ptrs,
     tile,

@@ -6,13 +6,15 @@ import itertools
 import json
 from dataclasses import asdict, dataclass, fields
 
+import torch
+
 from ..device import SHARED_MEMORY, Device
 from ..plan import HOPPER, KERNELS, PORTABLE, why_not_hopper
 from ..problem import Problem
 
-# The order of the loop over keys that every row of a tile sees: kernels/walk.py says what each is.
-# Of Hopper's kernel it is a set of switches, which kernels/hopper/spec.py explains.
-FORMS = ("textbook", "qk-lead", "pv-lag")
+# "boxes": packed keys and values are copied by TMA instead of through pointers.  A form of Hopper's
+# kernel is a set of switches, which kernels/hopper/spec.py explains.
+FORMS = ("textbook", "boxes")
 HOPPER_SWITCHES = ("early", "turns", "lanes", "ahead")
 HOPPER_FORMS = tuple(
     "+".join(names) or "plain"
@@ -64,15 +66,21 @@ def whole_block(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def blocks(dim: int) -> tuple[int, int]:
-    """The two powers of two that cover a head's dims: 192 by (128, 64), 80 by (64, 16), 120 by
-    (128, 0)."""
+def blocks(dim: int, dtype: torch.dtype, device: Device) -> tuple[int, ...]:
+    """The powers of two that cover a head's dims: 192 by 128 and 64, 80 by 64 and 16, 120 by 128.
+
+    float32 by many small ones, as a long sum's rounding grows with its length.  BLAS on a GPU sums
+    one product after the other, and on a CPU as many sums at a time as a register has lanes.
+    """
+    if dtype == torch.float32:
+        width = 16 if dim <= 16 or (device.is_interpreter and dim <= 128) else 32
+        return (width,) * -(-dim // width)
     whole = whole_block(dim)
     half = whole // 2
     if dim <= 16 or dim == whole:
-        return whole, 0
+        return (whole,)
     tail = max(16, 1 << (dim - half - 1).bit_length())
-    return (half, tail) if half + tail < whole else (whole, 0)
+    return (half, tail) if half + tail < whole else (whole,)
 
 
 def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
@@ -83,6 +91,8 @@ def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
         return why_not_hopper(problem, device) or unfit_for_hopper(config, problem, device)
     if not 1 <= config.pack <= min(config.block_m, problem.group):
         return f"pack must be from 1 to min(block_m, heads a KV head); got {config.pack}"
+    if config.form == "boxes" and (reason := why_no_boxes(problem, device)):
+        return reason
     width = config.block_n + whole_block(problem.head_dim_v)
     sums = config.block_m * width // (32 * config.num_warps)
     # Blackwell's data-centre GPUs keep sums in a memory of their own, AMD's have 512 registers.
@@ -143,7 +153,7 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
         return _shared_by_hopper(config, problem, hopper_q_slots(config, problem))
     itemsize = problem.dtype.itemsize
     m, n, stages = config.block_m, config.block_n, config.num_stages
-    d, dv = sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v)
+    d, dv = sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
     queries, keys, probabilities = m * d * itemsize, n * (d + dv) * itemsize, m * n * itemsize
     if device.backend == "hip":
         # Queries pass through on their way to registers; one stage holds K and V in turn.
@@ -177,6 +187,23 @@ def has_tensor_cores(device: Device) -> bool:
 def has_warpgroup_mma(device: Device) -> bool:
     """Whether matrix products read shared memory and leave registers to their sums."""
     return device.backend == "cuda" and isinstance(device.arch, int) and 90 <= device.arch < 120
+
+
+def why_no_boxes(problem: Problem, device: Device) -> str:
+    """Why packed keys and values cannot be copied as boxes; "" if they can."""
+    # Other TMA, of sm_120, feeds products that take operands from registers: longer loops.
+    is_fed = has_warpgroup_mma(device) or device.is_interpreter
+    refusals = {
+        f"{device.title} has no matrix products of what TMA copies": not is_fed,
+        "there are no packed keys": not problem.has_new,
+        "boxes are for 16-bit numbers": problem.dtype.itemsize != 2,
+        f"a head's {problem.head_dim} dims take two boxes": len(
+            blocks(problem.head_dim, problem.dtype, device)
+        )
+        > 1,
+        "TMA cannot copy from tensors with such strides or addresses": not problem.has_boxes,
+    }
+    return next((reason for reason, applies in refusals.items() if applies), "")
 
 
 # Hopper's kernel

@@ -26,6 +26,7 @@ from .config import (
     invalid,
     unfit_for_hopper,
     whole_block,
+    why_no_boxes,
 )
 
 SHORT = 64  # rows up to which a call waits for memory
@@ -38,6 +39,7 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+    form: str = KernelConfig.form
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,7 +62,9 @@ def portable(problem: Problem, device: Device) -> KernelConfig:
         queries = 1 if problem.is_decode else MANY
     for tile in _smaller(_best(problem, device, queries * problem.group)):
         pack = problem.group if queries < 2 * tile.rows else 1
-        config = KernelConfig(tile.rows, tile.keys, min(pack, tile.rows), tile.warps, tile.stages)
+        config = KernelConfig(
+            tile.rows, tile.keys, min(pack, tile.rows), tile.warps, tile.stages, tile.form
+        )
         if not invalid(config, problem, device):
             return config
     way_out = "float16 or bfloat16, or " if problem.dtype == torch.float32 else ""
@@ -87,7 +91,9 @@ def hopper(problem: Problem) -> KernelConfig:
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:
     """``rows``: (token, head) pairs that read the same keys."""
-    width = max(sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v))
+    width = max(
+        sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
+    )
     if device.backend == "hip":
         return _hip(problem, device, width, rows)
     if problem.dtype == torch.float32 or not has_tensor_cores(device):
@@ -95,7 +101,7 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     # What takes registers beside the products: a tree's look-ups, float8 on its way to 16 bits,
     # keys that are read a number at a time, a second block of a head's dims.
     has_tree, has_fp8 = problem.mask.has_tree, problem.cache_format != ""
-    is_heavy = has_fp8 or blocks(problem.head_dim)[1] > 0
+    is_heavy = has_fp8 or len(blocks(problem.head_dim, problem.dtype, device)) > 1
     if width > 256:
         return Tile(_up_to(32, rows), 32, 8, 2)
     if has_tree:
@@ -108,12 +114,15 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
         return Tile(_up_to(64, rows), keys, warps, 4 if width <= 128 else 3)
     if not problem.rows_aligned:
         return Tile(64, 32, 8, 3)
+    form = KernelConfig.form if why_no_boxes(problem, device) else "boxes"
     if width <= 64:
-        return Tile(64, 64, 4, 2)
+        return Tile(64, 64, 4, 3 if device.arch == 90 else 2, form)
     # Warpgroups take operands from shared memory, other warps from their registers.
+    if width <= 128 and device.arch == 90 and not is_heavy:
+        return Tile(64, 64, 4, 3, form)  # two blocks beside each other
     if width <= 128:
-        return Tile(128, 32 if is_heavy and not has_warpgroup_mma(device) else 64, 8, 3)
-    return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2)
+        return Tile(128, 32 if is_heavy and not has_warpgroup_mma(device) else 64, 8, 3, form)
+    return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2, form)
 
 
 def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:
@@ -139,10 +148,10 @@ def _plain(problem: Problem, device: Device, width: int, rows: int) -> Tile:
     along the dims, so that few threads on a large tile spill."""
     if not has_tensor_cores(device):
         return Tile(16, 16, 8, 1) if problem.mask.has_tree else Tile(_up_to(32, rows), 32, 8, 1)
-    if rows > 16 and width <= 64:
+    if rows <= 16:
+        return Tile(16, 32 if width <= 128 else 16, 8, 3)
+    if width <= 64 or (width <= 128 and has_warpgroup_mma(device)):
         return Tile(64, 32, 8, 2)
-    if rows > 16 and width <= 128 and has_warpgroup_mma(device):
-        return Tile(64, 64, 16, 2)
     return Tile(16, 64 if width <= 128 else 32, 8, 2)
 
 
@@ -152,7 +161,7 @@ def _smaller(tile: Tile) -> Iterator[Tile]:
     while rows >= 16:
         while keys >= 16:
             for stages in range(tile.stages, 0, -1):
-                yield Tile(rows, keys, tile.warps, stages)
+                yield Tile(rows, keys, tile.warps, stages, tile.form)
             keys //= 2
         rows, keys = rows // 2, tile.keys
 

@@ -11,14 +11,16 @@ import itertools
 from ..device import Device
 from ..plan import HOPPER, plan
 from ..problem import Problem
-from .config import HOPPER_FORMS, KernelConfig, blocks, invalid, whole_block
+from .config import HOPPER_FORMS, KernelConfig, blocks, invalid, whole_block, why_no_boxes
 from .heuristics import heuristic
 from .keys import family_of, log2
 
 
 def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     """The valid ones, the heuristic's own choice first."""
-    width = max(sum(blocks(problem.head_dim)), whole_block(problem.head_dim_v))
+    width = max(
+        sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
+    )
     family = family_of(problem)
     rows = problem.group * (1 if family == "decode" else problem.max_q)
     if problem.batch_invariant and family != "decode":
@@ -42,6 +44,11 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
         forms = [form for form in HOPPER_FORMS if "early" not in form]
         for n, s, form in itertools.product((64, 128), (2, 3, 4), forms):
             tried.append(KernelConfig(128, n, 1, 4, s, form, HOPPER))
+    elif is_long and not why_no_boxes(problem, device):
+        # With the usual pack alone, and without the deepest pipelines: they would double all this.
+        for m, n, w, s in itertools.product(heights, lengths, warps, stages[:2]):
+            pack = min(m, problem.group if problem.max_q < 2 * m else 1)
+            tried.append(KernelConfig(m, n, pack, w, s, "boxes"))
     for m, n, w, s, p in itertools.product(heights, lengths, warps, stages, sorted(packs)):
         tried.append(KernelConfig(m, n, min(p, m), w, s))
     unique = list(dict.fromkeys(tried))
@@ -52,21 +59,22 @@ def fit(config: KernelConfig, problem: Problem, device: Device) -> KernelConfig 
     """A table's entry as this call can run it; None: not at all.
 
     An entry speaks for a class of groups, where a pack above 1 means as many heads as fit; one from
-    a GPU with more shared memory gives up stages.
+    a GPU with more shared memory gives up stages, and boxes where they cannot be had.
     """
     if config.kernel == HOPPER:
         serves = plan(problem, device).kernel == HOPPER and not invalid(config, problem, device)
         return config if serves else None
     pack = 1 if config.pack == 1 else min(problem.group, config.block_m)
+    form = KernelConfig.form if why_no_boxes(problem, device) else config.form
     for stages in range(config.num_stages, 0, -1):
-        fitted = dataclasses.replace(config, pack=pack, num_stages=stages)
+        fitted = dataclasses.replace(config, pack=pack, num_stages=stages, form=form)
         if not invalid(fitted, problem, device):
             return fitted
     return None
 
 
 def describe(config: KernelConfig) -> str:
-    """``64 x 32 tile, 4 heads packed, 4 warps, 3 stages, qk-lead``."""
+    """``64 x 32 tile, 4 heads packed, 4 warps, 3 stages, boxes``."""
     if config.kernel == HOPPER:
         size = f"{config.block_m} x {config.block_n}"
         return f"Hopper's kernel, {size} tile, {config.num_stages} stages, {config.form}"
