@@ -29,8 +29,8 @@ class Plan:
     """The kernel, and how the keys that a tile of queries sees are cut (``kernels.splits``).
 
     ``cut`` "": not at all.  "parts": into at most ``num_splits``, of ``split_keys`` keys or, where
-    that is 0, equal ones.  "shares": what is longer than the ``programs``th share of the whole batch
-    and than ``least_keys`` keys; sequences all of one length into as many parts as let
+    that is 0, equal ones.  "shares": what is longer than the ``programs``th share of the whole
+    batch and than ``least_keys`` keys; sequences all of one length into as many parts as let
     ``residents`` programs run at the same time.
     """
 
