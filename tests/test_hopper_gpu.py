@@ -224,7 +224,7 @@ def test_hopper_compiles_nothing_for_lengths(function: str, device) -> None:
 
 def test_warmup_leaves_nothing_to_compile_on_hopper(counts, device) -> None:
     layer = {"dtype": bf16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    assert warmup("varlen_attention", **layer, max_batch=8, max_seqlen_q=600, max_seqlen_k=600)
+    warmup("varlen_attention", **layer, max_batch=8, max_seqlen_q=600, max_seqlen_k=600)
     before, chosen = binaries.count(), counts[HOPPER]
     for lens in ((600,), (3,), (600, 600, 599), (100,) * 8, (1,) * 8):
         args, options = Case(VARLEN, lens, lens, **SHAPE).build(device)

@@ -13,12 +13,19 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import AHEAD, EARLY, LANES, TURNS, HopperSpec, boxes
+from .kernels.hopper.spec import AHEAD, DRAWN, EARLY, LANES, TURNS, HopperSpec, boxes
 from .plan import Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
 
-SWITCHES = {"plain": 0, "early": EARLY, "turns": TURNS, "lanes": LANES, "ahead": AHEAD}
+SWITCHES = {
+    "plain": 0,
+    "early": EARLY,
+    "turns": TURNS,
+    "lanes": LANES,
+    "ahead": AHEAD,
+    "drawn": DRAWN,
+}
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last
 MOST_SEQUENCES = 32  # in a section
 L2_BYTES = 32 << 20  # of keys and values that stay in the L2 cache

@@ -126,7 +126,7 @@ def _first(
         # Not so where an argument had to be copied into another layout.
         if repeat.addresses == given:
             kept = list(partial or ())
-            has_counters = ready.plan.cut == "shares" or config.kernel == HOPPER
+            has_counters = ready.plan.cut == "shares" or (kept and config.kernel == HOPPER)
             counters = kept.pop().numel() if has_counters else 0
             call.repeats[key] = Repeats(
                 inputs, repeat, None if merge is None else binaries.Repeat(merge),
@@ -147,7 +147,8 @@ def _partial(
     tokens, heads, dim = shape
     shared = not call.is_operator
     if config.kernel == HOPPER:
-        return (take_counters(call.q, 2, shared=shared),)
+        is_drawn = "drawn" in config.form
+        return (take_counters(call.q, 2, shared=shared),) if is_drawn else None
     if plan_.cut == "":
         return None
     if plan_.cut == "shares":

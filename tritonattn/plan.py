@@ -14,7 +14,7 @@ PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
 MIN_SPLIT = 512  # keys that are worth a program of their own
-RESIDENT = 2  # programs of few queries an SM that run at the same time
+RESIDENT = 4  # programs of few queries an SM that run at the same time
 PIECES = 8  # of equal size an SM into which a batch's keys are cut, so that gaps are filled
 SHORT = 64  # mean queries a sequence up to which lengths may differ much: decodes and a chunk
 

@@ -93,18 +93,19 @@ def find_piece(number, batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
     for start in tl.range(0, batch.num_seqs + 1, STEP):
         queries, keys = _tiles(start, batch, shares.widest, STEP, BLOCK_Q, SPEC)
         total += queries * keys
-        most = tl.maximum(most, keys * queries)
+        most = tl.maximum(most, tl.where(queries > 0, keys, 0))
         count += queries
     work = tl.sum(total, 0)
-    share = tl.maximum(tl.cdiv(work * walks, shares.programs), shares.least)
-    # Where one query each sees about as much, no piece is to wait for another: as many of each
-    # sequence as run at the same time.
     longest = tl.max(most, 0)
-    is_even = work == longest * batch.num_seqs
-    if batch.cu_seqlens_q is None and is_even:
-        parts = tl.maximum(shares.residents // (batch.num_seqs * walks), 1)
-        keys = tl.maximum(tl.cdiv(longest, parts), shares.least)
-        parts = tl.cdiv(longest, keys)
+    tiles = batch.num_seqs if batch.cu_seqlens_q is None else tl.sum(count, 0)
+    share = tl.cdiv(work * walks, shares.programs)
+    is_even = work == longest * tiles
+    if is_even:
+        # No piece is to wait for the end of another: as many of each tile as run at the same time.
+        share = tl.cdiv(longest, tl.maximum(shares.residents // tl.maximum(tiles * walks, 1), 1))
+    share = tl.maximum(share, shares.least)
+    if batch.cu_seqlens_q is None and is_even:  # nothing to search for
+        parts = tl.cdiv(longest, share)
         keys = tl.cdiv(longest, parts)
         tile = number // parts
         sequence = tile // walks

@@ -29,6 +29,7 @@ from .config import (
     why_no_boxes,
 )
 
+LONG = 2048  # mean queries a sequence
 SHORT = 64  # rows up to which a call waits for memory
 MANY = 1 << 20
 LARGE_MEMORY = 150_000  # bytes of shared memory from which two deep pipelines fit a multiprocessor
@@ -79,8 +80,12 @@ def hopper(problem: Problem) -> KernelConfig:
     """As large a tile as registers allow, and as many keys in flight as there is room for."""
     gpu = target(90)
     form = "lanes+ahead" if 64 < whole_block(problem.head_dim_v) <= 128 else "lanes"
+    # Long tiles leave gaps at the end if they are dealt out; of short ones each drawing would show.
+    is_long = problem.has_cache or problem.total_q >= LONG * problem.batch
+    if is_long and not problem.batch_invariant:
+        form += "+drawn"
     # A cap and a bias together take more registers than there are beside so many scores.
-    is_heavy = problem.has_softcap and problem.has_alibi and form == "lanes+ahead"
+    is_heavy = problem.has_softcap and problem.has_alibi and "ahead" in form
     tried = (
         KernelConfig(128, keys, 1, 4, stages, form, HOPPER)
         for keys in ((64,) if is_heavy else (128, 64))
@@ -106,7 +111,8 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
         return Tile(_up_to(32, rows), 32, 8, 2)
     if has_tree:
         return Tile(_up_to(32 if has_fp8 else 64, rows), 32, 8 if rows > 16 else 4, 3)
-    if rows <= 16 and width <= 128 and not has_fp8 and device.shared_memory > LARGE_MEMORY:
+    is_roomy = device.has_native_e4m3 and device.shared_memory > LARGE_MEMORY
+    if rows <= 16 and width <= 128 and has_fp8 and is_roomy:
         return Tile(16, 64, 2, 5)  # few threads, many loads: several such blocks fit
     if rows <= SHORT:
         warps = 8 if rows > 32 or width > 128 else 4

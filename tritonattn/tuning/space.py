@@ -12,7 +12,7 @@ from ..device import Device
 from ..plan import HOPPER, plan
 from ..problem import Problem
 from .config import HOPPER_FORMS, KernelConfig, blocks, invalid, whole_block, why_no_boxes
-from .heuristics import heuristic
+from .heuristics import heuristic, portable
 from .keys import family_of, log2
 
 
@@ -40,17 +40,23 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
 
     tried = [heuristic(problem, device)]
     if plan(problem, device).kernel == HOPPER:
-        # To wait early has paid nowhere yet.
-        forms = [form for form in HOPPER_FORMS if "early" not in form]
+        # To wait early has paid nowhere yet, nor has a sum in one part.
+        forms = [form for form in HOPPER_FORMS if "early" not in form and "lanes" in form]
         for n, s, form in itertools.product((64, 128), (2, 3, 4), forms):
             tried.append(KernelConfig(128, n, 1, 4, s, form, HOPPER))
-    elif is_long and not why_no_boxes(problem, device):
+        tried.append(portable(problem, device))
+        return _valid(tried, problem, device)
+    if is_long and not why_no_boxes(problem, device):
         # With the usual pack alone, and without the deepest pipelines: they would double all this.
         for m, n, w, s in itertools.product(heights, lengths, warps, stages[:2]):
             pack = min(m, problem.group if problem.max_q < 2 * m else 1)
             tried.append(KernelConfig(m, n, pack, w, s, "boxes"))
     for m, n, w, s, p in itertools.product(heights, lengths, warps, stages, sorted(packs)):
         tried.append(KernelConfig(m, n, min(p, m), w, s))
+    return _valid(tried, problem, device)
+
+
+def _valid(tried: list[KernelConfig], problem: Problem, device: Device) -> list[KernelConfig]:
     unique = list(dict.fromkeys(tried))
     return [config for config in unique if not invalid(config, problem, device)]
 

@@ -9,8 +9,8 @@ COLUMNS = 64  # of 16 bits: what one row of a swizzled box holds
 class HopperSpec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
-    FORM is a sum of switches for the order of the inner loop, which change no result's meaning:
-    EARLY, TURNS, LANES, AHEAD.
+    FORM is a sum of switches for the order of the work, which change no result's meaning: EARLY,
+    TURNS, LANES, AHEAD, DRAWN.
     """
 
     HEAD_DIM: int
@@ -42,6 +42,7 @@ EARLY = 1  # wait for the last values' product before most exponentials, not aft
 TURNS = 2  # the warpgroups take turns at the tensor cores
 LANES = 4  # a row's sum is kept in two parts until the end
 AHEAD = 8  # the next product with keys begins before the sums are rescaled
+DRAWN = 16  # programs draw their tiles from a counter, where dealing them out would leave gaps
 
 
 def boxes(spec: HopperSpec) -> dict[str, tuple[int, ...]]:
