@@ -48,7 +48,7 @@ def test_warmup_covers_every_length_up_to_its_bounds(
             store.record(H200, {task.key: entry})
     most_batch, most_q, most_k, most_total = bounds
     covered = set(choices(problem, H200, *bounds))
-    assert len(covered) > 1
+    assert len(covered) > (family != "decode" or is_tuned)
     rng = random.Random(0)
     for _ in range(1500):
         total_q = rng.choice((rng.randint(1, most_total), rng.randint(1, min(most_total, 70))))
