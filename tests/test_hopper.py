@@ -28,7 +28,13 @@ from tritonattn.plan import HOPPER, PORTABLE, Plan, plan, why_not_hopper
 from tritonattn.problem import MaskSpec, Problem
 from tritonattn.tuning import heuristics, space, store
 from tritonattn.tuning.compile import Report
-from tritonattn.tuning.config import HOPPER_FORMS, KernelConfig, invalid, shared_memory
+from tritonattn.tuning.config import (
+    HOPPER_FORMS,
+    HOPPER_SWITCHES,
+    KernelConfig,
+    invalid,
+    shared_memory,
+)
 from tritonattn.tuning.keys import key_of
 from tritonattn.tuning.search import tune
 from tritonattn.tuning.source import source_hash
@@ -166,8 +172,9 @@ def test_kernel_config_of_a_table_without_kernels_is_the_portable_ones() -> None
 
 def test_forms_are_the_kernels_switches() -> None:
     numbers = [sum(host.SWITCHES[name] for name in form.split("+")) for form in HOPPER_FORMS]
-    switches = hopper_spec.EARLY | hopper_spec.TURNS | hopper_spec.LANES | hopper_spec.AHEAD
-    assert sorted(numbers) == list(range(switches + 1))
+    assert sorted(numbers) == list(range(2 ** len(HOPPER_SWITCHES)))
+    flags = (getattr(hopper_spec, name.upper()) for name in HOPPER_SWITCHES)
+    assert {host.SWITCHES[name] for name in HOPPER_SWITCHES} == set(flags)
 
 
 def test_candidates_are_of_both_kernels_where_both_serve() -> None:

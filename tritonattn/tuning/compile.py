@@ -74,7 +74,7 @@ def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device
     assert call.out is not None
     partial: Partial | tuple[torch.Tensor] | None = None
     if config.kernel == HOPPER:
-        partial = (torch.zeros(2).int(),)
+        partial = (torch.zeros(2).int(),) if "drawn" in config.form else None
     elif plan.cut:
         lse, counts = torch.empty(1, call.out.shape[1], 1), torch.zeros(1, 1).int()
         partial = Partial(call.out[None].float(), lse, counts)
