@@ -2,10 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from .. import softmax
 from . import ring, scores
@@ -27,9 +24,7 @@ def stores(rows, columns):
 
 
 @gluon.jit
-def store(
-    P: gl.constexpr, acc, row_max, row_sum, tiles, slot, output, SPEC: gl.constexpr
-):
+def store(P: gl.constexpr, acc, row_max, row_sum, tiles, slot, output, SPEC: gl.constexpr):
     """Write a tile's rows of out and lse."""
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -50,14 +45,8 @@ def store(
     out = gl.convert_layout(out.to(output.ptr.dtype.element_ty), OUT)
     offs = zero + gl.arange(0, M, gl.SliceLayout(1, OUT))
     cols = gl.arange(0, SPEC.BLOCK_DV, gl.SliceLayout(0, OUT))
-    start = (
-        output.ptr
-        + token.to(gl.int64) * output.stride_token
-        + head * output.stride_head
-    )
-    ptrs = (
-        start + gl.expand_dims(offs * output.stride_token, 1) + gl.expand_dims(cols, 0)
-    )
+    start = output.ptr + token.to(gl.int64) * output.stride_token + head * output.stride_head
+    ptrs = start + gl.expand_dims(offs * output.stride_token, 1) + gl.expand_dims(cols, 0)
     if SPEC.OUT_ALIGNED:
         ptrs = gl.multiple_of(ptrs, (16, 16))
     inside = gl.expand_dims(offs < rows, 1)
@@ -67,9 +56,7 @@ def store(
 
 
 @gluon.jit
-def read_rows(
-    P: gl.constexpr, tiles, slot, scoring, masking, is_padding, SPEC: gl.constexpr
-):
+def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, is_padding, SPEC: gl.constexpr):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     ROWS: gl.constexpr = gl.SliceLayout(1, products(SPEC.BLOCK_N))
     offs = P * M + gl.arange(0, M, ROWS)
@@ -110,17 +97,7 @@ def begin_tile(P: gl.constexpr, count, keys, qs, ks, tiles, bars, SPEC: gl.const
 
 @gluon.jit
 def consume(
-    P: gl.constexpr,
-    scoring,
-    masking,
-    output,
-    num_seqs,
-    qs,
-    ks,
-    vs,
-    tiles,
-    bars,
-    SPEC: gl.constexpr,
+    P: gl.constexpr, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC: gl.constexpr
 ):
     """A consumer's whole work; P is its number."""
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
@@ -163,9 +140,7 @@ def consume(
         count += 1
         n, qk = begin_tile(P, count, keys, qs, ks, tiles, bars, SPEC)
         acc, qk = warpgroup_mma_wait(1, deps=[sums, qk])
-        ring.give_back(
-            bars.v_empty, (keys - 1) % ring.value_stages(SPEC.STAGES, SPEC.VALUE_STAGES)
-        )
+        ring.give_back(bars.v_empty, (keys - 1) % SPEC.STAGES)
         row_sum = scores.whole_sums(row_sum, ROWS, SPEC)
         store(P, acc, row_max, row_sum, tiles, slot, output, SPEC)
         ring.give_back(bars.tile_empty, slot)

@@ -21,84 +21,51 @@ class Place(NamedTuple):
 
 
 @gluon.jit
-def copy_packed(
-    box,
-    place,
-    bar,
-    buffer,
-    stage,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPEC: gl.constexpr,
-):
+def copy_packed(box, place, bar, buffer, stage, BLOCK: gl.constexpr, SPEC: gl.constexpr):
     """One box for every 64 columns."""
     STRIPS: gl.constexpr = BLOCK // COLUMNS
     strips = ring.view_as(
-        buffer, buffer.dtype, [STAGES * STRIPS, SPEC.BLOCK_N, 1, COLUMNS], swizzled(3)
+        buffer, buffer.dtype, [SPEC.STAGES * STRIPS, SPEC.BLOCK_N, 1, COLUMNS], swizzled(3)
     )
     for strip in gl.static_range(STRIPS):
         where = [place.row, place.head, strip * COLUMNS]
         ring.copy_box(
-            box, where, bar, strips.index(ring.strip_of(stage, strip, STAGES, BLOCK))
+            box, where, bar, strips.index(ring.strip_of(stage, strip, SPEC.STAGES, BLOCK))
         )
 
 
 @gluon.jit
-def copy_paged(
-    pages,
-    place,
-    bar,
-    buffer,
-    stage,
-    lane,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPEC: gl.constexpr,
-):
+def copy_paged(pages, place, bar, buffer, stage, lane, BLOCK: gl.constexpr, SPEC: gl.constexpr):
     """One box for every page and 64 columns; one of page -1 lies outside of the cache: zeros."""
     ROWS: gl.constexpr = min(SPEC.PAGE_SIZE, SPEC.BLOCK_N)
     PARTS: gl.constexpr = SPEC.BLOCK_N // ROWS
     STRIPS: gl.constexpr = BLOCK // COLUMNS
     parts = ring.view_as(
-        buffer,
-        buffer.dtype,
-        [STAGES * STRIPS * PARTS, 1, ROWS, 1, COLUMNS],
-        swizzled(4),
+        buffer, buffer.dtype, [SPEC.STAGES * STRIPS * PARTS, 1, ROWS, 1, COLUMNS], swizzled(4)
     )
     for part in gl.static_range(PARTS):
         page = gl.sum(gl.where(lane == part, place.pages, 0), 0)
         for strip in gl.static_range(STRIPS):
             where = [page, place.slot, place.head, strip * COLUMNS]
-            to = ring.strip_of(stage, strip, STAGES, BLOCK) * PARTS + part
+            to = ring.strip_of(stage, strip, SPEC.STAGES, BLOCK) * PARTS + part
             ring.copy_box(pages, where, bar, parts.index(to))
 
 
 @gluon.jit
-def copy_tile(
-    box,
-    pages,
-    place,
-    full,
-    buffer,
-    i,
-    lane,
-    BLOCK: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPEC: gl.constexpr,
-):
+def copy_tile(box, pages, place, full, buffer, i, lane, BLOCK: gl.constexpr, SPEC: gl.constexpr):
     """Have [BLOCK_N, BLOCK], in strips of 64 columns, copied into the i-th use of ``buffer``."""
-    stage = i % STAGES
+    stage = i % SPEC.STAGES
     bar = full.index(stage)
     mbarrier.expect(bar, SPEC.BLOCK_N * BLOCK * 2)
     if SPEC.HAS_NEW and SPEC.HAS_CACHE:
         if place.is_new:
-            copy_packed(box, place, bar, buffer, stage, BLOCK, STAGES, SPEC)
+            copy_packed(box, place, bar, buffer, stage, BLOCK, SPEC)
         else:
-            copy_paged(pages, place, bar, buffer, stage, lane, BLOCK, STAGES, SPEC)
+            copy_paged(pages, place, bar, buffer, stage, lane, BLOCK, SPEC)
     elif SPEC.HAS_NEW:
-        copy_packed(box, place, bar, buffer, stage, BLOCK, STAGES, SPEC)
+        copy_packed(box, place, bar, buffer, stage, BLOCK, SPEC)
     else:
-        copy_paged(pages, place, bar, buffer, stage, lane, BLOCK, STAGES, SPEC)
+        copy_paged(pages, place, bar, buffer, stage, lane, BLOCK, SPEC)
 
 
 @gluon.jit
@@ -108,9 +75,7 @@ def page_ids(table, sequence, key, low, high, lane, SPEC: gl.constexpr):
     PARTS: gl.constexpr = SPEC.BLOCK_N // min(SPEC.PAGE_SIZE, SPEC.BLOCK_N)
     page = key // SPEC.PAGE_SIZE + lane
     begin = page * SPEC.PAGE_SIZE
-    is_seen = (
-        (lane < PARTS) & (begin < high) & (begin + SPEC.PAGE_SIZE > low) & (page >= 0)
-    )
+    is_seen = (lane < PARTS) & (begin < high) & (begin + SPEC.PAGE_SIZE > low) & (page >= 0)
     if table.indptr is not None:
         ids = table.ptr + gl.load(table.indptr + sequence)
     else:
@@ -188,7 +153,7 @@ def copy_queries(q_box, tiles, slot, qs, bars, count, SPEC: gl.constexpr):
 @gluon.jit
 def load_tiles(
     box, pages, table, buffer, full, empty, q_box, qs, tiles, bars,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, HAS_QUERIES: gl.constexpr, SPEC: gl.constexpr,
+    BLOCK: gl.constexpr, HAS_QUERIES: gl.constexpr, SPEC: gl.constexpr,
 ):  # fmt: skip
     """A loader's whole work: all keys and the queries, or all values."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -204,8 +169,8 @@ def load_tiles(
         for i in range(n):
             # The next pages' ids arrive while these are waited for.
             following = place_of(i + 1, tile, table, lane, SPEC)
-            ring.wait_empty(empty, uses, STAGES)
-            copy_tile(box, pages, place, full, buffer, uses, lane, BLOCK, STAGES, SPEC)
+            ring.wait_empty(empty, uses, SPEC.STAGES)
+            copy_tile(box, pages, place, full, buffer, uses, lane, BLOCK, SPEC)
             if HAS_QUERIES and i == 0:
                 copy_queries(q_box, tiles, slot, qs, bars, count, SPEC)
             place = following
@@ -220,7 +185,7 @@ def load_tiles(
 def load_keys(q_box, k_box, k_pages, table, qs, ks, tiles, bars, SPEC: gl.constexpr):
     load_tiles(
         k_box, k_pages, table, ks, bars.k_full, bars.k_empty, q_box, qs, tiles, bars,
-        SPEC.BLOCK_D, SPEC.STAGES, True, SPEC,
+        SPEC.BLOCK_D, True, SPEC,
     )  # fmt: skip
 
 
@@ -228,5 +193,5 @@ def load_keys(q_box, k_box, k_pages, table, qs, ks, tiles, bars, SPEC: gl.conste
 def load_values(v_box, v_pages, table, vs, tiles, bars, SPEC: gl.constexpr):
     load_tiles(
         v_box, v_pages, table, vs, bars.v_full, bars.v_empty, None, None, tiles, bars,
-        SPEC.BLOCK_DV, ring.value_stages(SPEC.STAGES, SPEC.VALUE_STAGES), False, SPEC,
+        SPEC.BLOCK_DV, False, SPEC,
     )  # fmt: skip

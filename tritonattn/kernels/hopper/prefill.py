@@ -60,7 +60,6 @@ def prefill_kernel(
     THREADS: gl.constexpr = ring.CONSUMERS * ring.CONSUMER_THREADS
     dtype: gl.constexpr = q_box.dtype
     STRIPS: gl.constexpr = SPEC.BLOCK_D // COLUMNS
-    V_STAGES: gl.constexpr = ring.value_stages(SPEC.STAGES, SPEC.VALUE_STAGES)
     STRIPS_V: gl.constexpr = SPEC.BLOCK_DV // COLUMNS
     qs = gl.allocate_shared_memory(
         dtype, [SPEC.Q_SLOTS * ring.CONSUMERS * STRIPS, M, COLUMNS], swizzled(2)
@@ -69,7 +68,7 @@ def prefill_kernel(
         dtype, [SPEC.STAGES * STRIPS, SPEC.BLOCK_N, COLUMNS], swizzled(2)
     )
     vs = gl.allocate_shared_memory(
-        dtype, [V_STAGES * STRIPS_V, SPEC.BLOCK_N, COLUMNS], swizzled(2)
+        dtype, [SPEC.STAGES * STRIPS_V, SPEC.BLOCK_N, COLUMNS], swizzled(2)
     )
     tiles = gl.allocate_shared_memory(
         gl.int32, [ring.SLOTS * ring.WIDTH, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -81,8 +80,8 @@ def prefill_kernel(
         make_bars(SPEC.Q_SLOTS, THREADS),
         make_bars(SPEC.STAGES, 1),
         make_bars(SPEC.STAGES, THREADS),
-        make_bars(V_STAGES, 1),
-        make_bars(V_STAGES, THREADS),
+        make_bars(SPEC.STAGES, 1),
+        make_bars(SPEC.STAGES, THREADS),
     )
     num_seqs = batch.num_seqs
     gl.warp_specialize([

@@ -85,12 +85,6 @@ def swizzled(rank):
 
 
 @gluon.constexpr_function
-def value_stages(stages, value_stages):
-    """How many value tiles shared memory holds."""
-    return value_stages or stages
-
-
-@gluon.constexpr_function
 def main_part(columns):
     """The largest power of two in it: what one product takes."""
     return 1 << (columns.bit_length() - 1)

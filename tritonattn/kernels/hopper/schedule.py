@@ -68,9 +68,7 @@ def load_block(batch, first, section, lane, SPEC: gl.constexpr):
     if SPEC.HAS_RIGHT:
         before = gl.maximum(len_k - len_q, 0)
     base = gl.cdiv(before, SPEC.BLOCK_M)
-    return Block(
-        q_start, len_q, k_start, len_k, context, base, gl.cdiv(len_q, SPEC.BLOCK_M)
-    )
+    return Block(q_start, len_q, k_start, len_k, context, base, gl.cdiv(len_q, SPEC.BLOCK_M))
 
 
 @gluon.jit
@@ -203,9 +201,7 @@ def leave(counters):
 
 
 @gluon.jit
-def schedule(
-    batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC: gl.constexpr
-):
+def schedule(batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC: gl.constexpr):
     """The scheduler's whole work."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, LANES)
@@ -223,9 +219,7 @@ def schedule(
             is_it, index = find(block, number // SPEC.GROUP, SPEC)
             sequence = first + of_lane(is_it, lane)
             head = kv_head * SPEC.GROUP + number % SPEC.GROUP
-            fields, n = describe(
-                block, is_it, index, sequence, head, masking, lane, SPEC
-            )
+            fields, n = describe(block, is_it, index, sequence, head, masking, lane, SPEC)
             publish(fields, tiles, bars, count)
             count += 1
             if counters is None:

@@ -41,12 +41,7 @@ def is_folded(softcap, alibi, query_scale):
 def reciprocal(x):
     """1 / x, to the last bit or so."""
     return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;",
-        "=r,r",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
@@ -59,12 +54,7 @@ def tanh(y, IS_ROUGH: gl.constexpr):
     """
     if IS_ROUGH:
         return gl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;",
-            "=r,r",
-            [y],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=1,
+            "tanh.approx.f32 $0, $1;", "=r,r", [y], dtype=gl.float32, is_pure=True, pack=1
         )
     else:
         # 1 - 2 / (e^2y + 1) has no inf / inf at either end.
@@ -72,9 +62,7 @@ def tanh(y, IS_ROUGH: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(
-    pos, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr
-):
+def rows_of(pos, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr):
     """``scale`` a positive scalar, or [M] of any sign, and ``slope`` in natural units."""
     gain = 1.0
     if SPEC.HAS_SOFTCAP:
@@ -111,16 +99,10 @@ def with_bias(x, rows, key, SPEC: gl.constexpr):
         eight = gl.full(a.shape, 8.0 * rows.slope, gl.float32, PARTS)
         x = x + gl.fma(a, eight, b.broadcast_to(a.shape))
     else:
-        ahead = gl.convert_layout(
-            rows.pos - key, gl.SliceLayout(1, gl.SliceLayout(2, PARTS))
-        )
-        ahead = (gl.expand_dims(gl.expand_dims(ahead, 1), 2) - b).to(
-            gl.float32
-        )  # [M, 1, 8]
+        ahead = gl.convert_layout(rows.pos - key, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+        ahead = (gl.expand_dims(gl.expand_dims(ahead, 1), 2) - b).to(gl.float32)  # [M, 1, 8]
         x = x - gl.abs(ahead - 8.0 * a) * rows.slope
-    return gl.convert_layout(
-        gl.reshape(x, [M, SPEC.BLOCK_N]), LAYOUT, assert_trivial=True
-    )
+    return gl.convert_layout(gl.reshape(x, [M, SPEC.BLOCK_N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ class HopperSpec(NamedTuple):
     BLOCK_N: int  # keys of a tile
     GROUP: int  # query heads a KV head
     PAGE_SIZE: int  # a power of two, 8 or more; 0 without a cache
-    STAGES: int  # key tiles that shared memory holds
+    STAGES: int  # key and value tiles that shared memory holds
     Q_SLOTS: int  # query tiles that it holds
     FORM: int
     HAS_CACHE: bool
@@ -36,7 +36,6 @@ class HopperSpec(NamedTuple):
     HAS_QUERY_SCALE: bool
     HAS_LSE: bool
     OUT_ALIGNED: bool  # every row of the output starts on 16 bytes
-    VALUE_STAGES: int = 0  # value tiles that it holds; 0: as many as key tiles
 
 
 EARLY = 1  # wait for the last values' product before most exponentials, not after

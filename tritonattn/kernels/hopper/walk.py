@@ -64,10 +64,7 @@ def clear_unseen(vs, stage, key, low, high, SPEC: gl.constexpr):
     STRIPS: gl.constexpr = SPEC.BLOCK_DV // COLUMNS
     PARTS: gl.constexpr = SPEC.BLOCK_N // 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    STAGES: gl.constexpr = ring.value_stages(SPEC.STAGES, SPEC.VALUE_STAGES)
-    parts = ring.view_as(
-        vs, vs.dtype, [STAGES * STRIPS * PARTS, 16, COLUMNS], swizzled(2)
-    )
+    parts = ring.view_as(vs, vs.dtype, [SPEC.STAGES * STRIPS * PARTS, 16, COLUMNS], swizzled(2))
     offs = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
     for part in range(PARTS):
         begin = key + part * 16
@@ -127,13 +124,12 @@ def rescale(acc, alpha):
 @gluon.jit
 def add_values(p, vs, i, acc, key, tile, bars, SPEC: gl.constexpr):
     """Begin acc + p V for the i-th use of ``vs``, the values of the keys from ``key`` on."""
-    STAGES: gl.constexpr = ring.value_stages(SPEC.STAGES, SPEC.VALUE_STAGES)
-    ring.wait_full(bars.v_full, i, STAGES)
-    stage = i % STAGES
+    ring.wait_full(bars.v_full, i, SPEC.STAGES)
+    stage = i % SPEC.STAGES
     high = limit_of(key, tile, SPEC)
     if (key < tile.keep_low) | (key + SPEC.BLOCK_N > high):
         clear_unseen(vs, stage, key, tile.keep_low, high, SPEC)
-    values = ring.main_of(vs, stage, SPEC.BLOCK_N, STAGES, SPEC.BLOCK_DV)
+    values = ring.main_of(vs, stage, SPEC.BLOCK_N, SPEC.STAGES, SPEC.BLOCK_DV)
     return warpgroup_mma(p, values, acc, is_async=True)
 
 
@@ -157,10 +153,7 @@ def attend(
     """All key tiles of a tile of queries but the last one's values; ``keys`` is the first one's
     use of ``ks``, whose product ``qk`` has begun."""
     STAGES: gl.constexpr = SPEC.STAGES
-    V_STAGES: gl.constexpr = ring.value_stages(SPEC.STAGES, SPEC.VALUE_STAGES)
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(
-        operand_index=0, parent=acc.type.layout, k_width=2
-    )
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     dtype: gl.constexpr = ks.dtype
     IS_ROUGH: gl.constexpr = dtype == gl.bfloat16
     n = tile.num_tiles
@@ -190,23 +183,19 @@ def attend(
         row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
         if SPEC.FORM & EARLY:
             acc, alpha = warpgroup_mma_wait(0, deps=[sums, alpha])
-            ring.give_back(bars.v_empty, (keys - 1) % V_STAGES)
+            ring.give_back(bars.v_empty, (keys - 1) % STAGES)
         w = scores.weigh(x, shift, rows, SPEC)
         row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
         w = gl.convert_layout(w.to(dtype), WEIGHTS)
         keys += 1
         # Unless EARLY, this ends a basic block, and so keeps ptxas from waiting for P V before the
         # exponentials.
-        mbarrier.wait(
-            bars.k_full.index(keys % STAGES), (keys // STAGES) & 1, pred=i + 1 < n
-        )
+        mbarrier.wait(bars.k_full.index(keys % STAGES), (keys // STAGES) & 1, pred=i + 1 < n)
         if SPEC.FORM & EARLY:
             p = w
         else:
-            acc, p, alpha, row_sum = warpgroup_mma_wait(
-                0, deps=[sums, w, alpha, row_sum]
-            )
-            ring.give_back(bars.v_empty, (keys - 2) % V_STAGES)
+            acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[sums, w, alpha, row_sum])
+            ring.give_back(bars.v_empty, (keys - 2) % STAGES)
         if not SPEC.FORM & AHEAD:
             acc = rescale(acc, alpha)
     if SPEC.FORM & AHEAD:
