@@ -309,4 +309,6 @@ def test_kernels_compile_without_a_gpu(arch: str, tmp_path: Path):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 binaries" in done.stdout
+    # Parts are merged by a kernel of their own, shares by the last program.
+    binaries = 4 if arch == "gfx942" else 3
+    assert f"{binaries} binaries" in done.stdout
