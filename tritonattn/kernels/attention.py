@@ -176,7 +176,9 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
     row_scale = tl.full([SPEC.BLOCK_M], 1.0, tl.float32) * scoring.softmax_scale
     if SPEC.HAS_QUERY_SCALE:
         row_scale *= tl.load(scoring.query_scale + token, mask=row_ok, other=0.0)
-    nothing = tl.full([SPEC.BLOCK_M], float("-inf"), tl.float32)
+    # -inf, from what the compiler cannot see through: triton 3.9 copies nothing ahead in a loop
+    # that starts from a constant maximum and whose number of tiles a program finds out.
+    nothing = tl.where(offs_q < -(1 << 30), 0.0, float("-inf"))  # [BLOCK_M]
     slopes = nothing
     if SPEC.HAS_ALIBI:
         slope_ptrs = scoring.alibi_slopes + tl.cast(sequence, tl.int64) * scoring.stride_alibi_seq

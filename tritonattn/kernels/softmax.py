@@ -106,12 +106,11 @@ def power(x, IS_EXACT: tl.constexpr):
 @triton.jit
 def start(sink, HAS_SINK: tl.constexpr, IS_EXACT: tl.constexpr):
     """(row_max, row_sum) before the first key: nothing, or the sink's logit, which counts once and
-    has no value.  ``sink`` [BLOCK_M]."""
+    has no value.  ``sink`` [BLOCK_M], -inf where there is none."""
+    row_max = sink * unit(IS_EXACT)
     if HAS_SINK:
-        row_max = sink * unit(IS_EXACT)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     else:
-        row_max = tl.full(sink.shape, float("-inf"), tl.float32)
         row_sum = tl.zeros(sink.shape, tl.float32)
     return row_max, row_sum
 
