@@ -14,7 +14,7 @@ from . import device as devices
 from .call import Call
 from .errors import bad_value
 from .inputs import TENSORS
-from .plan import plan
+from .plan import plan, turning_points
 from .problem import Problem
 from .tuning import store
 from .tuning.config import KernelConfig
@@ -125,7 +125,7 @@ def choices(problem: Problem, gpu: devices.Device, *bounds: int) -> list[tuple[K
     """Configurations that calls up to the bounds may get, each with the ``num_splits`` for which a
     small call takes the same binary: 0 where keys are shared out, else 1 or 2."""
     found: dict[tuple[KernelConfig, int], None] = {}
-    for sized in _sizes(problem, *bounds):
+    for sized in _sizes(problem, gpu, *bounds):
         config = store.find(sized, gpu).config
         its_plan = plan(sized, gpu, config.kernel)
         splits = its_plan.num_splits
@@ -136,7 +136,12 @@ def choices(problem: Problem, gpu: devices.Device, *bounds: int) -> list[tuple[K
 
 
 def _sizes(
-    problem: Problem, max_batch: int, max_seqlen_q: int, max_seqlen_k: int, max_total_q: int
+    problem: Problem,
+    gpu: devices.Device,
+    max_batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    max_total_q: int,
 ) -> Iterator[Problem]:
     """The problem at all sizes that may differ for planning and tuning."""
     heads = problem.num_kv_heads * problem.group
@@ -146,7 +151,11 @@ def _sizes(
         "prefix_attention": max_total_q + max_seqlen_k,
     }.get(problem.function, max_seqlen_k)
     lengths = _ends(most_k)
-    for total_q in _ends(max_total_q, heads, problem.group):
+    totals = set(_ends(max_total_q, heads, problem.group))
+    for batch in (1, max_batch):
+        for turn in turning_points(problem, gpu, batch):
+            totals |= {n for n in (turn, turn + 1) if 1 <= n <= max_total_q}
+    for total_q in sorted(totals):
         stated = [q for q in _powers(max_seqlen_q) if q <= total_q]
         for max_q in [1] if problem.is_decode else dict.fromkeys([*stated, total_q]):
             fewest = -(-total_q // min(max_q, max_seqlen_q))

@@ -16,7 +16,7 @@ import torch
 
 from ..device import Device, target
 from ..errors import UnsupportedError, dtype_name
-from ..plan import HOPPER, plan
+from ..plan import HOPPER, LONG, plan
 from ..problem import Problem
 from .config import (
     KernelConfig,
@@ -29,7 +29,6 @@ from .config import (
     why_no_boxes,
 )
 
-LONG = 2048  # mean queries a sequence
 SHORT = 64  # rows up to which a call waits for memory
 MANY = 1 << 20
 LARGE_MEMORY = 150_000  # bytes of shared memory from which two deep pipelines fit a multiprocessor
