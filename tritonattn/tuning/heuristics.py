@@ -61,7 +61,9 @@ def portable(problem: Problem, device: Device) -> KernelConfig:
         # Nothing that depends on the batch may choose: not the bound on its queries either.
         queries = 1 if problem.is_decode else MANY
     for tile in _smaller(_best(problem, device, queries * problem.group)):
-        pack = problem.group if queries < 2 * tile.rows else 1
+        # A few long sequences beside many short ones: tiles of the short ones would be empty.
+        is_short = queries < 2 * tile.rows or problem.total_q <= SHORT * problem.batch
+        pack = problem.group if is_short and queries < MANY else 1
         config = KernelConfig(
             tile.rows, tile.keys, min(pack, tile.rows), tile.warps, tile.stages, tile.form
         )
