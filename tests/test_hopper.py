@@ -182,7 +182,7 @@ def test_candidates_are_of_both_kernels_where_both_serve() -> None:
     assert found[0].kernel == HOPPER
     kernels = {config.kernel for config in found}
     assert kernels == {HOPPER, PORTABLE}
-    assert {config.form for config in found if config.kernel == HOPPER} >= {"plain", "lanes"}
+    assert {config.form for config in found if config.kernel == HOPPER} >= {"lanes", "turns+lanes"}
     elsewhere = space.candidates(PREFILL, devices.target(80))
     assert {config.kernel for config in elsewhere} == {PORTABLE}
 
@@ -190,7 +190,7 @@ def test_candidates_are_of_both_kernels_where_both_serve() -> None:
 def test_tune_holds_a_kernels_spills_against_that_kernel_alone() -> None:
     """Everything spills in Hopper's kernel where the portable one does not: both are timed."""
     task = dataclasses.replace(TASK, family="prefill", shape=Shape(4, 1024, 1024))
-    best = dataclasses.replace(heuristics.hopper(task.problem), form="turns")
+    best = dataclasses.replace(heuristics.hopper(task.problem), form="turns+lanes")
 
     def report(config: KernelConfig) -> Report:
         return Report(50_000, 168, 8, spills_in_loops=2 if config.kernel == HOPPER else 0)

@@ -14,6 +14,7 @@ PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
 MIN_SPLIT = 512  # keys that are worth a program of their own
+FEW = 2  # programs an SM that keep it busy
 RESIDENT = 4  # programs of few queries an SM that run at the same time
 PIECES = 8  # of equal size an SM into which a batch's keys are cut, so that gaps are filled
 SHORT = 64  # mean queries a sequence up to which lengths may differ much: decodes and a chunk
@@ -109,7 +110,8 @@ def _split(problem: Problem, device: Device) -> Plan:
     if problem.max_q > 1:
         tiles = max(problem.batch, -(-problem.total_q * problem.group // 64))
     programs = max(1, tiles * problem.num_kv_heads)
-    busy = RESIDENT * device.sm_count
+    sms = device.sm_count
+    busy = FEW * sms
     if device.backend == "hip":
         # Parts of one tile would meet in caches that its chiplets keep apart.
         return _parts(min(busy // programs, problem.max_k // MIN_SPLIT, MAX_SPLITS))
@@ -118,14 +120,14 @@ def _split(problem: Problem, device: Device) -> Plan:
     work = problem.total_q * problem.num_kv_heads * problem.group * (problem.max_k // 16 + 2)
     is_short = 2 * programs <= busy or problem.total_q <= SHORT * problem.batch
     if is_short and work < 1 << 31:
-        return Plan("shares", 1, 0, PIECES * device.sm_count, busy, MIN_SPLIT)
+        return Plan("shares", 1, 0, PIECES * sms, RESIDENT * sms, MIN_SPLIT)
     return Plan()
 
 
 def turning_points(problem: Problem, device: Device, batch: int) -> list[int]:
     """Numbers of queries in all, of ``batch`` sequences, past which a plan or a configuration may be
     another one."""
-    few = RESIDENT * device.sm_count // (2 * problem.num_kv_heads) * 64 // problem.group
+    few = FEW * device.sm_count // (2 * problem.num_kv_heads) * 64 // problem.group
     return [few, SHORT * batch, HOPPER_QUERIES * batch - 1, LONG * batch - 1]
 
 
