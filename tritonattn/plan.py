@@ -125,8 +125,8 @@ def _split(problem: Problem, device: Device) -> Plan:
 
 
 def turning_points(problem: Problem, device: Device, batch: int) -> list[int]:
-    """Numbers of queries in all, of ``batch`` sequences, past which a plan or a configuration may be
-    another one."""
+    """Numbers of queries in all, of ``batch`` sequences, past which a plan or a configuration may
+    be another one."""
     few = FEW * device.sm_count // (2 * problem.num_kv_heads) * 64 // problem.group
     return [few, SHORT * batch, HOPPER_QUERIES * batch - 1, LONG * batch - 1]
 
