@@ -20,7 +20,8 @@ _Key = tuple[int, int, int]  # thread, GPU and stream
 
 _buffers: dict[_Key, torch.Tensor] = {}
 _counters: dict[_Key, torch.Tensor] = {}
-_pools: dict[int, torch.Tensor] = {}  # by GPU: the counters that nothing has been given yet
+# By GPU: the counters that nothing has been given yet, and when all of them are zero.
+_pools: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
 _lock = threading.Lock()
 
 
@@ -52,14 +53,16 @@ def take_counters(like: torch.Tensor, numel: int, *, shared: bool = True) -> tor
     counters = None if is_capturing else _counters.get(key)
     if counters is None or counters.numel() < numel:
         with _lock:
-            pool = _pools.get(index)
-            if pool is None and shared and not is_capturing:
+            found = _pools.get(index)
+            if found is None and shared and not is_capturing:
                 pool = torch.zeros(_COUNTERS, dtype=torch.int32, device=like.device)
-                torch.cuda.current_stream(index).synchronize()  # other streams may use it next
-            if pool is None or pool.numel() < numel:
+                found = pool, torch.cuda.current_stream(index).record_event()
+            if found is None or found[0].numel() < numel:
                 return like.new_zeros(numel, dtype=torch.int32)
-            counters, _pools[index] = pool[:numel], pool[-(-numel // 32) * 32 :]
-        if not is_capturing:
+            pool, is_zero = found
+            counters, _pools[index] = pool[:numel], (pool[-(-numel // 32) * 32 :], is_zero)
+        if not is_capturing:  # a capture has waited for all streams before it began
+            torch.cuda.current_stream(index).wait_event(is_zero)
             _counters[key] = counters
     return counters
 
