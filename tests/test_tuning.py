@@ -258,7 +258,8 @@ def test_binaries_of_prefill_do_not_depend_on_sizes(configure: Any):
         for batch, total in itertools.product(SIZES, SIZES):
             q, kv, starts = rows(total + 256, 8, 128), rows(total, 2, 128), ints(batch + 1)
             tritonattn.varlen_attention(q, kv, kv, starts, starts)
-    assert binaries_of(launches) == 1
+    # One for many queries a sequence, and of the portable kernel one for few.
+    assert binaries_of(launches) == (2 if configure is heuristics.portable else 1)
 
 
 def test_binaries_of_prefill_are_few_for_any_longest_query():
