@@ -156,7 +156,8 @@ def _plain(problem: Problem, device: Device, width: int, rows: int) -> Tile:
     """Without tensor cores, which do not multiply float32 exactly.  Multiplications are unrolled
     along the dims, so that few threads on a large tile spill."""
     if not has_tensor_cores(device):
-        return Tile(16, 16, 8, 1) if problem.mask.has_tree else Tile(_up_to(32, rows), 32, 8, 1)
+        is_heavy = problem.mask.has_tree or problem.has_cache
+        return Tile(16, 16, 8, 1) if is_heavy else Tile(_up_to(32, rows), 32, 8, 1)
     if rows <= 16:
         return Tile(16, 32 if width <= 128 else 16, 8, 3)
     if width <= 64 or (width <= 128 and has_warpgroup_mma(device)):
