@@ -158,6 +158,8 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
     if device.backend == "hip":
         # Queries pass through on their way to registers; one stage holds K and V in turn.
         if stages == 1:
+            if device.warp_size == 32 and itemsize == 4:
+                queries *= 2  # by blocks of dims, of which two are on their way
             return max(queries, n * max(d, dv) * itemsize, probabilities)
         if device.arch == "gfx950":  # copies past the registers, to rows that are padded
             return max(queries, stages * keys * 33 // 32 + probabilities)
