@@ -13,6 +13,7 @@ PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
 
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
+INTERPRETED = 4  # as many times that, and the interpreter shares keys out too
 MIN_SPLIT = 512  # keys that are worth a program of their own
 FEW = 2  # programs an SM that keep it busy
 RESIDENT = 4  # programs of few queries an SM that run at the same time
@@ -115,6 +116,8 @@ def _split(problem: Problem, device: Device) -> Plan:
     if device.backend == "hip":
         # Parts of one tile would meet in caches that its chiplets keep apart.
         return _parts(min(busy // programs, problem.max_k // MIN_SPLIT, MAX_SPLITS))
+    if device.is_interpreter and problem.max_k < INTERPRETED * MIN_SPLIT:
+        return Plan()  # programs run one after another, and each works its share out anew
     # Few tiles; or many, of which one may see many more keys than the others.  Key tiles of 16 and
     # tiles of a single query are counted in int32.
     work = problem.total_q * problem.num_kv_heads * problem.group * (problem.max_k // 16 + 2)
