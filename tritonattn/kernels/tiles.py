@@ -48,12 +48,18 @@ class Table(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """``lens`` are cumulative for packed keys (varlen), else counts: of keys in the cache."""
+    """``lens`` are cumulative for packed keys (varlen), else counts: of keys in the cache.
+
+    A launch is for the sequences of ``least_q`` to ``most_q`` queries, the rows past the last
+    sequence counting as one more; others are left to another launch.
+    """
 
     cu_seqlens_q: object  # None: one query a sequence
     lens: object
     num_seqs: object
     total_q: object
+    least_q: object  # None, as most_q, where each sequence has one query
+    most_q: object
 
 
 class Output(NamedTuple):
@@ -119,6 +125,16 @@ def find_row(cu_seqlens, num_seqs, num_steps, rows, BLOCK: tl.constexpr):
         high = tl.where(is_right, high, middle - 1)
         step += 1
     return sequence
+
+
+@triton.jit
+def tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC):
+    """(token in the sequence, query head, whether there is such a row) of a tile's rows."""
+    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
+    offs_q = tile * BLOCK_Q + offs_m // SPEC.PACK
+    head_in_group = head_block * SPEC.PACK + offs_m % SPEC.PACK
+    row_ok = (offs_q < len_q) & (offs_m < BLOCK_Q * SPEC.PACK) & (head_in_group < SPEC.GROUP)
+    return offs_q, (kv_head * SPEC.GROUP + head_in_group).to(tl.int64), row_ok
 
 
 @triton.jit
