@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .casts import round_to
+from .casts import round_to, widen
 
 
 class Rows(NamedTuple):
@@ -224,9 +224,16 @@ def store_tile(
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
     """a b + acc in float32; float32 operands are multiplied as such, not tf32.  ``acc`` None: zero.
 
-    The interpreter multiplies a bfloat16's bits, so there the operands are widened first.
+    The interpreter multiplies a bfloat16's bits, so there the operands are widened first, and as
+    far as to float64, as BLAS would sum float32 one product after the other: what that rounds
+    depends on the machine, and to be shorter sums must be many.
     """
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+        a = widen(a, INTERPRETED).to(tl.float64)
+        b = widen(b, INTERPRETED).to(tl.float64)
+        if acc is not None:
+            acc = acc.to(tl.float64)
+        product = tl.dot(a, b, acc, out_dtype=tl.float64).to(tl.float32)
+    else:
+        product = tl.dot(a, b, acc, input_precision="ieee")
+    return product
