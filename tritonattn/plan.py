@@ -13,8 +13,8 @@ PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
 
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
-INTERPRETED = 4  # as many times that, and the interpreter shares keys out too
-MIN_SPLIT = 512  # keys that are worth a program of their own
+INTERPRETED = 8  # as many times that, and the interpreter shares keys out too
+MIN_SPLIT = 256  # keys that are worth a program of their own
 FEW = 2  # programs an SM that keep it busy
 RESIDENT = 4  # programs of few queries an SM that run at the same time
 PIECES = 8  # of equal size an SM into which a batch's keys are cut, so that gaps are filled
