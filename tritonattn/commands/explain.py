@@ -111,6 +111,8 @@ def origin(found: Found) -> str:
     times = f"{found.entry.us:.1f} µs, the default {found.entry.default_us:.1f} µs"
     stale = ", measured with other kernels: a guess" if found.entry.is_stale else ""
     made = f"{times}, {found.entry.date}{stale}"
+    if found.entry.config is None:
+        made = f"the heuristic, than which nothing was clearly faster: {made}"
     if found.origin == "tuned":
         return f"{found.table}: {made}"
     kind = "the nearest bucket" if found.origin == "nearest" else "a related GPU's bucket"
