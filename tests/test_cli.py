@@ -38,6 +38,9 @@ pytestmark = pytest.mark.usefixtures("user")
 class Fake:
     """Compiles nothing; narrow tiles are fast."""
 
+    def foresee(self, task: Task, configs: Sequence[KernelConfig]) -> None:
+        pass
+
     def compile(
         self, task: Task, configs: Sequence[KernelConfig]
     ) -> Generator[tuple[KernelConfig, Report | str], None, None]:
@@ -51,8 +54,8 @@ class Fake:
     def check(self, config: KernelConfig) -> str:
         return "wrong" if config.num_stages == 2 and config.kernel == PORTABLE else ""
 
-    def time(self, config: KernelConfig) -> float:
-        return 10.0 + config.block_n / 16 + config.num_warps
+    def time(self, config: KernelConfig, replays: int = 1) -> tuple[float, ...]:
+        return (10.0 + config.block_n / 16 + config.num_warps,)
 
 
 def tuned(count: int = 6) -> None:
@@ -277,7 +280,7 @@ def test_autotune_lists_what_it_would_measure(capsys: pytest.CaptureFixture[str]
     assert main(["autotune", "--dry-run", "--target", "sm_90", "--preset", "gpt-oss"]) == 0
     said = capsys.readouterr().out
     assert "bf16 d64 group8 page16 window q1 k4096 rows2048" in said
-    assert "48 buckets" in said
+    assert "52 buckets" in said
     assert main(["autotune", "--dry-run", "--target", "sm_90", "--sample", "3"]) == 0
     assert "\n3 buckets" in capsys.readouterr().out
     everything = ["--preset", "all", "--cache-dtype", "e4m3fn", "--batch-invariant"]
@@ -285,12 +288,26 @@ def test_autotune_lists_what_it_would_measure(capsys: pytest.CaptureFixture[str]
     assert "e4m3fn d128 group4 page16 causal invariant" in capsys.readouterr().out
 
 
+def test_autotune_takes_several_caches_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """All the first ones' first, then what is one step away from them."""
+    arguments = ["--cache-dtype", "same", "e4m3fn", "--page-size", "16", "64", "--kernel", "decode"]
+    assert main(["autotune", "--dry-run", "--target", "sm_90", *arguments]) == 0
+    buckets = [line for line in capsys.readouterr().out.splitlines() if line.startswith("decode")]
+    assert len(buckets) == 40
+    where = [
+        next(i for i, bucket in enumerate(buckets) if f"{cache}d128 group4 page{page} " in bucket)
+        for cache, page in (("bf16 ", 16), ("bf16 ", 64), ("e4m3fn ", 16), ("e4m3fn ", 64))
+    ]
+    assert where == sorted(where)
+    assert where[:2] == [0, 4]
+
+
 @no_gpu
 def test_autotune_without_a_gpu_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autotune", "--kernel", "decode"]) == 2
     said = capsys.readouterr().out
     assert "nothing can be timed" in said
-    assert "8 buckets" in said
+    assert "\n10 buckets" in said
 
 
 def test_autotune_writes_tables_and_says_what_they_gain(
@@ -303,6 +320,7 @@ def test_autotune_writes_tables_and_says_what_they_gain(
     assert "[6/6]" in said
     assert "x the default" in said
     assert "geometric mean 1." in said
+    assert "seconds by step: compile " in said
     assert "refused" in said
     paths = sorted(user.rglob("*.json"))
     assert all(f"written: {path}\n" in said for path in paths)
@@ -322,7 +340,7 @@ def test_autotune_tells_failures_and_interruptions(capsys: pytest.CaptureFixture
             return "NaN"
 
     class Stopped(Fake):
-        def time(self, config: KernelConfig) -> float:
+        def time(self, config: KernelConfig, replays: int = 1) -> tuple[float, ...]:
             raise KeyboardInterrupt
 
     todo = tasks(PRESETS["smollm2"])[:2]
