@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -296,10 +297,10 @@ def test_autotune_takes_several_caches_in_one_command(capsys: pytest.CaptureFixt
     assert len(buckets) == 40
     where = [
         next(i for i, bucket in enumerate(buckets) if f"{cache}d128 group4 page{page} " in bucket)
-        for cache, page in (("bf16 ", 16), ("bf16 ", 64), ("e4m3fn ", 16), ("e4m3fn ", 64))
+        for cache, page in (("bf16 ", 16), ("e4m3fn ", 16), ("bf16 ", 64), ("e4m3fn ", 64))
     ]
     assert where == sorted(where)
-    assert where[:2] == [0, 4]
+    assert where[:2] == [0, 5]  # beside the first's fifth shape
 
 
 @no_gpu
@@ -332,6 +333,21 @@ def test_autotune_writes_tables_and_says_what_they_gain(
     elsewhere = tmp_path / "elsewhere"
     assert autotune.measure(todo[:1], H200, Fake(), output=elsewhere) == 0
     assert [path.name for path in elsewhere.rglob("*.json")] == ["decode.json"]
+
+
+def test_autotune_goes_on_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["autotune", "--dry-run", "--target", "90", "--missing"]
+    with mock.patch.object(autotune.shapes, "device_of", return_value=H200):
+        assert main(arguments) == 0
+        assert "\n26 buckets" in capsys.readouterr().out
+        tuned(6)
+        capsys.readouterr()
+        assert main(arguments) == 0
+        assert "\n20 buckets" in capsys.readouterr().out
+        tuned(26)
+        capsys.readouterr()
+        assert main(arguments) == 0
+        assert "measured with these kernels already" in capsys.readouterr().out
 
 
 def test_autotune_tells_failures_and_interruptions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exhaustive", action="store_true",
         help="time also what is unlikely to win; with --check also says how far from the best",
     )  # fmt: skip
+    add(
+        "--missing", action="store_true",
+        help="only buckets that no table has, or from other kernels than these: go on where "
+        "--budget or Ctrl-C ended",
+    )  # fmt: skip
     add("--sample", type=int, metavar="N", help="N of the buckets, drawn by --seed")
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="DIR", help="tables to write; default: the user's")
@@ -49,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     tasks = shapes.tasks_of(args)
+    if args.missing:
+        device = shapes.device_of(args)
+        tasks = [task for task in tasks if _is_missing(task, device)]
+        if not tasks:
+            print("Every bucket was measured with these kernels already.")
+            return 0
     if args.sample is not None and args.sample < len(tasks):
         tasks = random.Random(args.seed).sample(tasks, max(1, args.sample))
     if args.plot:
@@ -75,6 +86,11 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             return check(tasks, device, backend, budget, args.exhaustive)
         return measure(tasks, device, backend, budget, args.exhaustive, args.output, args.plot)
+
+
+def _is_missing(task: Task, device: Device) -> bool:
+    entry = store.tuned(task.key, device)
+    return entry is None or entry.is_stale
 
 
 def measure(

@@ -87,12 +87,13 @@ def tasks_of(args: argparse.Namespace, default: str = "llama3-8b") -> list[Task]
         raise _refusal("--heads and --head-dims belong to --preset custom; give that or neither")
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     caches = {name: dtype for dtype, name in FP8_FORMATS.items()}
-    # Nearest to the first of each first.
+    # Nearest to the first of each first, and of these other caches before other pages, whose
+    # configurations differ less.
     variants = sorted(
         itertools.product(
             enumerate(args.dtype), enumerate(args.cache_dtype), enumerate(args.page_size)
         ),
-        key=lambda variant: sum(i for i, _ in variant),
+        key=lambda variant: (sum(i for i, _ in variant), variant[2][0]),
     )
     found = tasks(
         layers, args.kernel, args.shape,

@@ -58,6 +58,15 @@ FUNCTION_OF = {
 }  # fmt: skip
 
 
+class Steps(NamedTuple):
+    layer: float
+    shape: float
+    variant: float
+
+
+STEPS = Steps(1.5, 1.0, 4.0)
+
+
 @dataclass(frozen=True)
 class Task:
     layer: Layer
@@ -213,22 +222,26 @@ def tasks(
     variants: Sequence[Mapping[str, Any]] = ({},),
     **how: Any,
 ) -> list[Task]:
-    """One task for each bucket, the most valuable first: the first shape of every layer and family.
+    """One task for each bucket, the most valuable first: those of the first layers, shapes and
+    variants, a step in any of which weighs as STEPS say.
 
     ``shapes`` take the place of the usual ones, each in the families that it can be.  ``how`` goes
-    to every Task, and so does each of ``variants``: a later one's first shapes stand beside the
-    middle ones of the variant before.
+    to every Task, and so does each of ``variants``.
     """
-    rounds: dict[int, list[Task]] = {}
-    for (j, variant), layer, family in itertools.product(enumerate(variants), layers, families):
-        if FUNCTION_OF[family] not in layer.functions:
-            continue
-        mine = [s for s in shapes if _suits(s, family)] if shapes else SHAPES[family]
-        for i, shape in enumerate(mine):
-            task = Task(layer, family, shape, **{**how, **variant})
-            rounds.setdefault(i + 3 * j, []).append(task)
-    ordered = [task for i in sorted(rounds) for task in rounds[i]]
-    return list({task.key: task for task in reversed(ordered)}.values())[::-1]
+    ranked: list[tuple[float, Task]] = []
+    for (j, variant), (n, layer) in itertools.product(enumerate(variants), enumerate(layers)):
+        for family in families:
+            if FUNCTION_OF[family] not in layer.functions:
+                continue
+            mine = [s for s in shapes if _suits(s, family)] if shapes else SHAPES[family]
+            for i, shape in enumerate(mine):
+                task = Task(layer, family, shape, **{**how, **variant})
+                ranked.append((STEPS.layer * n + STEPS.shape * i + STEPS.variant * j, task))
+    ranked.sort(key=lambda pair: pair[0])
+    unique: dict[Key, Task] = {}
+    for _, task in ranked:
+        unique.setdefault(task.key, task)
+    return list(unique.values())
 
 
 def _suits(shape: Shape, family: str) -> bool:
