@@ -15,8 +15,9 @@ from ..console import Bar, columns
 from ..device import Device, interpreting
 from ..errors import UnsupportedError
 from ..tuning import space, store
+from ..tuning.outcome import Outcome
 from ..tuning.run import Comparison, Run, compare_all, tune_all
-from ..tuning.search import Backend, Outcome, Progress
+from ..tuning.search import Backend, Progress
 from ..tuning.tables import path_of
 from ..tuning.tasks import Task
 from . import shapes
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="DIR", help="tables to write; default: the user's")
     add("--plot", type=Path, metavar="FILE.png", help="draw the speed-ups")
-    add("--jobs", type=int, metavar="N", help="processes that compile; default: all cores")
+    add("--jobs", type=int, metavar="N", help="processes that compile; default: all cores but one")
     shapes.add_target(parser, "for --dry-run, another GPU than this machine's")
 
 
@@ -115,7 +116,8 @@ def measure(
             files.update(
                 dict.fromkeys(store.record(device, {outcome.key: outcome.entry()}, output))
             )
-            bar.line(f"[{done}/{len(tasks)}] {_line(task, outcome)}")
+            seconds = f" [{time.monotonic() - began:.0f} s]"
+            bar.line(f"[{done}/{len(tasks)}] {_line(task, outcome)}{seconds}")
 
         progress = Progress(_shower(bar, lambda: done))
         run_ = tune_all(

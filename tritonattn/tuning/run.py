@@ -13,17 +13,8 @@ from ..device import Device
 from . import store
 from .config import KernelConfig
 from .heuristics import heuristic
-from .search import (
-    Backend,
-    GpuLostError,
-    Outcome,
-    Progress,
-    Sample,
-    cost,
-    one_line,
-    tried,
-    tune,
-)
+from .outcome import Outcome, Sample, cost
+from .search import Backend, GpuLostError, Progress, one_line, tried, tune
 from .store import Found
 from .tasks import Task
 

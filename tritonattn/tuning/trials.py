@@ -51,7 +51,7 @@ Timer = Callable[[Callable[[int], None], int], Sampler]
 
 
 class GpuBackend:
-    """Runs on ``where``; ``processes`` compile, all cores by default."""
+    """Runs on ``where``; ``processes`` compile, by default all cores but one."""
 
     def __init__(self, where: torch.device, processes: int | None = None) -> None:
         self.where = where
