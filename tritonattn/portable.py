@@ -8,7 +8,6 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import (
-    NO_LIMIT,
     batch_of,
     bytes_if_fp8,
     dequantise,
@@ -24,11 +23,12 @@ from .binaries import Options, Work
 from .boxes import Box, box
 from .call import Call
 from .device import Device
-from .kernels.attention import Masking, attention_kernel
+from .kernels.attention import attention_kernel
+from .kernels.masks import Masking
 from .kernels.spec import Spec
 from .kernels.splits import Shares, Splits
 from .kernels.tiles import Pages
-from .plan import Plan
+from .plan import NO_LIMIT, Kind, Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, blocks, whole_block
 
@@ -51,6 +51,7 @@ class Partial(NamedTuple):
 def prepare(
     call: Call,
     problem: Problem,
+    kind: Kind,
     plan: Plan,
     config: KernelConfig,
     gpu: Device,
@@ -61,14 +62,16 @@ def prepare(
 ) -> Work:
     tiles = problem.batch
     if call.cu_seqlens_q is not None:
-        tiles += problem.total_q // (config.block_m // config.pack) + 1
+        block_q = config.block_m // config.pack
+        tiles += problem.total_q // block_q + 1
+        tiles = min(tiles, (problem.batch + 1) * -(-kind.most_q // block_q))
     tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
     grid = tiles * plan.num_splits
     if plan.cut == "shares" and tiles > 0:
         grid = share_programs(plan, config, problem) + tiles
     return Work(
         attention_kernel, grid,
-        _arguments(call, problem, plan, config, spec, out, lse, partial), {"SPEC": spec},
+        _arguments(call, problem, kind, plan, config, spec, out, lse, partial), {"SPEC": spec},
         Options(config.num_warps, config.num_stages),
     )  # fmt: skip
 
@@ -76,6 +79,7 @@ def prepare(
 def _arguments(
     call: Call,
     problem: Problem,
+    kind: Kind,
     plan: Plan,
     config: KernelConfig,
     spec: Spec,
@@ -109,7 +113,7 @@ def _arguments(
     return (
         rows(call.q), k, v, k_cache, v_cache,
         dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),
-        batch_of(call, problem), scoring_of(call, problem), masking, output(out, lse),
+        batch_of(call, problem, kind), scoring_of(call, problem), masking, output(out, lse),
         parts, splits, problem.num_kv_heads,
     )  # fmt: skip
 
@@ -143,6 +147,12 @@ def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:
     return 1 << (config.pack - 1).bit_length() if problem.is_decode else config.block_m
 
 
+def _share_step(rows: int, problem: Problem, config: KernelConfig) -> int:
+    """As many parts as registers hold without more of them than the walk over the keys takes."""
+    cells = rows * whole_block(problem.head_dim_v)
+    return min(max(max(4096, 1024 * config.num_warps) // cells, 1), 32) if rows else 0
+
+
 def make_spec(
     problem: Problem,
     plan: Plan,
@@ -154,6 +164,7 @@ def make_spec(
     """What selects the machine code of a problem under a configuration."""
     page = problem.page_size
     mask = problem.mask
+    share_rows = _share_rows(problem, plan, config)
     return Spec(
         problem.head_dim,
         problem.head_dim_v,
@@ -183,7 +194,8 @@ def make_spec(
         not problem.is_positive or problem.has_scales or problem.has_query_scale,
         has_lse,
         plan.cut,
-        _share_rows(problem, plan, config),
+        share_rows,
+        _share_step(share_rows, problem, config),
         aligned,
         config.form == "boxes",
         gpu.is_interpreter,

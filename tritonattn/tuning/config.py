@@ -69,11 +69,11 @@ def whole_block(dim: int) -> int:
 def blocks(dim: int, dtype: torch.dtype, device: Device) -> tuple[int, ...]:
     """The powers of two that cover a head's dims: 192 by 128 and 64, 80 by 64 and 16, 120 by 128.
 
-    float32 by many small ones, as a long sum's rounding grows with its length.  BLAS on a GPU sums
-    one product after the other, and on a CPU as many sums at a time as a register has lanes.
+    float32 by many small ones, as a long sum's rounding grows with its length and a GPU sums one
+    product after the other.  The interpreter sums in float64.
     """
-    if dtype == torch.float32:
-        width = 16 if dim <= 16 or (device.is_interpreter and dim <= 128) else 32
+    if dtype == torch.float32 and not device.is_interpreter:
+        width = 16 if dim <= 16 else 32
         return (width,) * -(-dim // width)
     whole = whole_block(dim)
     half = whole // 2
