@@ -266,6 +266,17 @@ def test_explain_without_a_gpu_says_what_it_can_do(capsys: pytest.CaptureFixture
     assert "6/2 heads of 24/40" in said
 
 
+def test_explain_shows_each_launch_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", "sm_90", "--no-compile", "--shape", "63x1+1024@4k"]
+    assert main(["explain", "--kernel", "paged", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\nkernel   ") == said.count("\nconfig   ") == 2
+    assert "launch   for sequences of at most 16 queries" in said
+    assert "bucket   decode bf16 d128 group4 page16 causal q1 k4096 rows2048" in said
+    assert "launch   for sequences of 17 queries or more" in said
+    assert "bucket   paged bf16 d128 group4 page16 causal q1024 k4096 rows32768" in said
+
+
 def test_explain_says_what_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     # Turing has 64 KiB of shared memory.
     arguments = ["--target", "sm_75", "--heads", "8/1", "--head-dims", "576/512", "--dtype", "fp32"]

@@ -273,6 +273,8 @@ def test_lookup_takes_a_neighbour_only_where_all_as_near_gained_much(places) -> 
     assert found() == (DEFAULT, "heuristic")
     write(places[0], THIRD, key=two, us=10.0, default_us=11.1)
     assert found() == (THIRD, "nearest")
+    write(places[0], THIRD, key=two, us=10.0, default_us=20.0, source="of other kernels")
+    assert found() == (DEFAULT, "heuristic")
 
 
 def test_entry_without_a_configuration_leaves_each_call_to_the_heuristic(places) -> None:

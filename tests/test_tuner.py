@@ -21,7 +21,7 @@ from tritonattn.tuning.models import PRESETS
 from tritonattn.tuning.outcome import SWITCH, Outcome
 from tritonattn.tuning.run import AHEAD, compare_all, tune_all
 from tritonattn.tuning.search import GpuLostError, Progress, TuningError, tune
-from tritonattn.tuning.tasks import Task, tasks
+from tritonattn.tuning.tasks import Shape, Task, tasks
 
 pytestmark = pytest.mark.usefixtures("user")
 
@@ -209,6 +209,13 @@ def test_tune_says_why_where_nothing_works_and_leaves_the_table(user: Path) -> N
     assert path.read_bytes() == before
     store.forget()
     assert store.lookup(TASK.problem, H200) == CANDIDATES[3]
+
+
+def test_tune_refuses_a_call_whose_sequences_are_launched_apart() -> None:
+    """What it measured would be looked up for one of the launches."""
+    both = dataclasses.replace(TASK, family="paged", shape=Shape(63, 1, 4096, 1024))
+    with pytest.raises(TuningError, match="launched apart"):
+        tune(both, H200, Fake())
 
 
 # Ending early

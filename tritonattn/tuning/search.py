@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from ..device import Device
 from ..errors import TritonAttnError
+from ..plan import kinds
 from . import space
 from .compile import Report
 from .config import KernelConfig
@@ -106,6 +107,11 @@ def tune(
     deadline end the search with the best so far; Ctrl-C before there is one is raised.  Raises
     TuningError where nothing works.
     """
+    if len(kinds(task.problem, device)) > 1:
+        raise TuningError(
+            f"{task}: short and long sequences of one call are launched apart, each with the "
+            "configuration of its own bucket: tune these"
+        )
     progress = progress or Progress()
     progress.task, progress.best = task, ""
     configs = tried(task, device, [*prior, *filter(None, [keep])], exhaustive)

@@ -1,9 +1,9 @@
 """Where a configuration comes from.
 
 In this order: what ``force`` says; a bucket's own entry, the user's table before the one that
-ships; the nearest bucket's, where it gained much; that of a related GPU, scaled; the heuristic.  Of
-two entries equally near, one that was measured with other kernels than these comes last: it is a
-guess.
+ships; the nearest bucket's, where it gained much; that of a related GPU, scaled; the heuristic.  An
+entry that was measured with other kernels than these is a guess: it comes last in its own bucket
+and says nothing about others.
 
 A call never tunes.  Tables are read once in a process, and each bucket is looked for once.
 """
@@ -222,16 +222,14 @@ class _Ranked(NamedTuple):
 def _plausible(ranked: list[_Ranked]) -> list[_Guess]:
     """Those of the bucket itself, then those of the nearest others if all of these gained much."""
     here = sorted((r for r in ranked if not r.far), key=lambda r: r.order)
-    found = [r.guess for r in here]
-    near = [r for r in ranked if r.far]
-    if near:
-        far = min(r.far for r in near)
-        near = sorted((r for r in near if r.far == far), key=lambda r: r.order)
-        if all(r.guess.entry.gain >= 1 + NEAR_GAIN * far for r in near):
-            # The greatest gain first, but for what comes last whatever it gained.
-            near.sort(key=lambda r: (r.order[:-1], -r.guess.entry.gain))
-            found += [r.guess for r in near]
-    return found
+    near = [r for r in ranked if r.far and not r.guess.entry.is_stale]
+    far = min((r.far for r in near), default=0)
+    near = [r for r in near if r.far == far]
+    if any(r.guess.entry.gain < 1 + NEAR_GAIN * far for r in near):
+        near = []
+    # The greatest gain first, but for what comes last whatever it gained.
+    near.sort(key=lambda r: (r.order[:-1], -r.guess.entry.gain))
+    return [r.guess for r in (*here, *near)]
 
 
 def _own_tables(kernel: str, device: Device) -> Iterator[tuple[str, Table]]:

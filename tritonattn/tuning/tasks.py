@@ -48,7 +48,7 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         Shape(8, 512, 8192), Shape(1, 2048, 32_768), Shape(16, 128, 4096), Shape(1, 512, 2048),
     ),
     "paged": (
-        Shape(16, 4, 8192), Shape(1, 2048, 16_384), Shape(63, 1, 4096, 1024), Shape(128, 8, 4096),
+        Shape(16, 4, 8192), Shape(1, 2048, 16_384), Shape(1, 1024, 4096), Shape(128, 8, 4096),
         Shape(4, 512, 8192), Shape(1, 8, 8192),
     ),
 }  # fmt: skip
