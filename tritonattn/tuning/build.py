@@ -50,7 +50,7 @@ def build(task: Task, where: torch.device) -> CallTensors:
             return torch.randn(shape, dtype=dtype, **how)
         # By parts, as the values are drawn in a wider type.
         x = torch.empty(shape, dtype=dtype, **how)
-        for part in x.split(256):
+        for part in x.view(-1).split(1 << 24):
             part.copy_(torch.randn(part.shape, dtype=torch.float16, **how))
         return x
 
