@@ -122,7 +122,9 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
         return Tile(32, 128 if problem.is_decode else 64, 4, 5)
     if rows <= SHORT:
         warps = 8 if rows > 32 or width >= 256 else 4
-        keys = 32 if has_fp8 and not device.has_native_e4m3 else 64
+        keys = 128 if rows <= 32 and width <= 64 and problem.has_cache else 64
+        if has_fp8 and not device.has_native_e4m3:
+            keys //= 2
         return Tile(_up_to(64, rows), keys, warps, 4 if width <= 128 else 3)
     if not problem.rows_aligned:
         return Tile(64, 32, 8, 3)
