@@ -32,6 +32,10 @@ class Binary:
     """What triton.compile returns, as far as a launch asks of it."""
 
     function, packed_metadata = object(), object()
+    n_regs, metadata = 100, SimpleNamespace(shared=40_000)
+
+    def _init_handles(self) -> None:
+        pass
 
     def __init__(self, name: str, log: list[tuple]) -> None:
         self.name, self.log = name, log

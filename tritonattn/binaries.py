@@ -48,6 +48,8 @@ class Work(NamedTuple):
     args: tuple
     constants: Mapping[str, object]
     options: Options
+    # The arguments, once the binary's registers a thread and bytes of shared memory are known.
+    settle: Callable[[tuple, int, int], tuple] | None = None
 
 
 _compiled: dict[tuple, Any] = {}
@@ -98,6 +100,7 @@ def launch(
     options: Options,
     device: Device,
     where: torch.device,
+    settle: Callable[[tuple, int, int], tuple] | None = None,
 ) -> Repeatable | None:
     """Run ``kernel`` over ``grid`` programs on the current stream of ``where``.
 
@@ -112,6 +115,9 @@ def launch(
     index = where.index if where.index is not None else torch.cuda.current_device()
     with torch.cuda.device(index):
         binary = _find(kernel, index, args, constants, options, device)
+        if settle is not None:
+            binary._init_handles()  # loads it, which tells its registers
+            args = settle(args, binary.n_regs, binary.metadata.shared)
         args = (*args, *constants.values())
         try:
             binary[(grid, 1, 1)](*args)

@@ -149,10 +149,12 @@ def _launch(
     work = kernel_side(config).prepare(
         call, problem, kind, ready.plan, config, ready.gpu, ready.spec, out, lse, partial
     )
-    kernel, grid, args, constants, options = work
+    kernel, grid, args, constants, options, settle = work
     # Without rows there is nothing to write, and the kernel that merges parts does not run either.
     grid = grid if out.shape[0] else 0
-    attention = binaries.launch(kernel, grid, args, constants, options, ready.gpu, call.q.device)
+    attention = binaries.launch(
+        kernel, grid, args, constants, options, ready.gpu, call.q.device, settle
+    )
     merge = None
     if isinstance(partial, Partial) and ready.plan.cut == "parts":
         merge = merge_partials(partial.out, partial.lse, out, lse, ready.gpu, partial.counts)

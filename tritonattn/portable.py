@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -69,14 +70,16 @@ def prepare(
         tiles = min(tiles, (problem.batch + 1) * -(-kind.most_q // block_q))
     tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
     grid = tiles * plan.num_splits
+    settle = None
     if plan.cut == "shares" and tiles > 0:
+        settle = functools.partial(_settle, plan=plan, config=config, gpu=gpu)
         keys = min(problem.capacity_k, _widest(masking_of(call, problem), config))
         parts = keys // max(1, _least_tiles(plan, config) * config.block_n) + 2
         grid = min(share_programs(plan, config, problem) + tiles, tiles * parts)
     return Work(
         attention_kernel, grid,
-        _arguments(call, problem, kind, plan, config, gpu, spec, out, lse, partial), {"SPEC": spec},
-        Options(config.num_warps, config.num_stages),
+        _arguments(call, problem, kind, plan, config, spec, out, lse, partial), {"SPEC": spec},
+        Options(config.num_warps, config.num_stages), settle,
     )  # fmt: skip
 
 
@@ -86,7 +89,6 @@ def _arguments(
     kind: Kind,
     plan: Plan,
     config: KernelConfig,
-    gpu: Device,
     spec: Spec,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -111,9 +113,8 @@ def _arguments(
         splits = Splits(plan.num_splits, -(-plan.split_keys // config.block_n))
     elif partial is not None:
         splits = Shares(
-            *partial, share_programs(plan, config, problem),
-            residents(plan, config, problem, gpu), _least_tiles(plan, config),
-            _widest(masking, config),
+            *partial, share_programs(plan, config, problem), plan.residents,
+            _least_tiles(plan, config), _widest(masking, config),
         )  # fmt: skip
     return (
         rows(call.q), k, v, k_cache, v_cache,
@@ -144,13 +145,21 @@ def _least_tiles(plan: Plan, config: KernelConfig) -> int:
     return -(-plan.least_keys // config.block_n)
 
 
-def residents(plan: Plan, config: KernelConfig, problem: Problem, gpu: Device) -> int:
-    """Programs that run at the same time: those that there is memory for, up to the plan's."""
+def _fit(registers: int, shared: int, config: KernelConfig, gpu: Device) -> int:
+    """Programs that a multiprocessor runs at the same time, by what one of them takes."""
     if gpu.is_interpreter:
-        return plan.residents
-    fit = gpu.shared_memory // shared_memory(config, problem, gpu)
-    fit = min(fit, REGISTERS // (32 * config.num_warps * USUAL_REGISTERS))
-    return min(plan.residents, max(1, fit) * gpu.sm_count)
+        return 1
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * config.num_warps)
+    return max(1, min(by_registers, gpu.shared_memory // max(1, shared)))
+
+
+def _settle(
+    args: tuple, registers: int, shared: int, plan: Plan, config: KernelConfig, gpu: Device
+) -> tuple:
+    """The arguments, once it is known what the binary takes."""
+    fit = _fit(registers, shared, config, gpu) * gpu.sm_count
+    *others, splits, num_kv_heads = args
+    return (*others, splits._replace(residents=min(plan.residents, fit)), num_kv_heads)
 
 
 def share_programs(plan: Plan, config: KernelConfig, problem: Problem) -> int:
@@ -165,10 +174,15 @@ def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:
     return 1 << (config.pack - 1).bit_length() if problem.is_decode else config.block_m
 
 
-def _share_step(rows: int, problem: Problem, config: KernelConfig) -> int:
+def _share_step(rows: int, problem: Problem, config: KernelConfig, gpu: Device) -> int:
     """As many parts as registers hold without more of them than the walk over the keys takes."""
-    cells = rows * whole_block(problem.head_dim_v)
-    return min(max(1024 * config.num_warps // cells, 1), 8) if rows else 0
+    if rows == 0:
+        return 0
+    shared = shared_memory(config, problem, gpu)
+    programs = _fit(USUAL_REGISTERS, shared, config, gpu)
+    has_room = REGISTERS // (programs * 32 * config.num_warps) > USUAL_REGISTERS
+    numbers = (64 if has_room else 32) * 32 * config.num_warps
+    return min(max(numbers // (rows * whole_block(problem.head_dim_v)), 1), 8)
 
 
 def make_spec(
@@ -213,7 +227,7 @@ def make_spec(
         has_lse,
         plan.cut,
         share_rows,
-        _share_step(share_rows, problem, config),
+        _share_step(share_rows, problem, config, gpu),
         aligned,
         config.form == "boxes",
         gpu.is_interpreter,

@@ -54,57 +54,100 @@ def rows_to_store(place, q_start, len_q, num_kv_heads, ROWS: tl.constexpr, SPEC)
 
 @triton.jit
 def store_share(shares, output, out, lse, place, piece, q_start, len_q, num_kv_heads, SPEC):
-    """A tile's rows, or one piece of them, of which the last program to get there merges all."""
+    """A tile's rows, or one piece of them, of which the last program to get there merges all.
+
+    Many are merged by groups first, side by side, then the groups: reading takes time.
+    """
+    GROUP: tl.constexpr = 8
     token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
+    first = piece.first
     if piece.parts == 1:
         store_whole(output, out, lse, token, head, row_ok, SPEC)
     else:
-        rows = (piece.first + piece.part).to(tl.int64) * SPEC.BLOCK_M + tl.arange(0, SPEC.BLOCK_M)
-        cells = rows[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
-        tl.store(shares.ptr + cells, out, mask=row_ok[:, None])
-        tl.store(shares.lse + rows, lse, mask=row_ok)
-        tl.debug_barrier()  # all of this program's stores come before its arrival
-        counter = shares.arrivals + piece.first
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if arrived == piece.parts - 1:
-            tl.store(counter, 0)
-            merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC)
+        store_slot(shares, first + piece.part, out, lse, row_ok, SPEC.BLOCK_M, SPEC)
+        if SPEC.SHARE_ROWS * SPEC.BLOCK_DV > 2048 or piece.parts <= 2 * GROUP:
+            if arrive(shares.arrivals + first, piece.parts):
+                store_merged(
+                    shares, output, first, piece.parts, 1, place, q_start, len_q, num_kv_heads, SPEC
+                )
+        else:
+            group = first + piece.part // GROUP * GROUP
+            members = tl.minimum(GROUP, first + piece.parts - group)
+            if arrive(shares.arrivals + group, members):
+                merged, merged_lse = merge_slots(shares, group, members, 1, SPEC)
+                rows = tl.arange(0, SPEC.SHARE_ROWS)
+                store_slot(shares, group, merged, merged_lse, rows >= 0, SPEC.SHARE_ROWS, SPEC)
+                count = tl.cdiv(piece.parts, GROUP)
+                if arrive(shares.arrivals + first + 1, count):  # no group's own counter
+                    store_merged(
+                        shares, output, first, count, GROUP, place, q_start, len_q, num_kv_heads,
+                        SPEC,
+                    )  # fmt: skip
 
 
 @triton.jit
-def merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC):
-    """A tile's rows from all of its pieces, in their order."""
+def store_merged(
+    shares, output, first, count, STEP: tl.constexpr, place, q_start, len_q, num_kv_heads, SPEC
+):
+    merged, merged_lse = merge_slots(shares, first, count, STEP, SPEC)
+    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.SHARE_ROWS, SPEC)
+    store_whole(output, merged, merged_lse, token, head, row_ok, SPEC)
+
+
+@triton.jit
+def store_slot(shares, slot, out, lse, row_ok, ROWS: tl.constexpr, SPEC):
+    """One partial result, ``out`` [ROWS, BLOCK_DV] and ``lse`` [ROWS]."""
+    rows = slot * SPEC.BLOCK_M + tl.arange(0, ROWS)
+    cells = rows[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
+    tl.store(shares.ptr + cells, out, mask=row_ok[:, None])
+    tl.store(shares.lse + rows, lse, mask=row_ok)
+
+
+@triton.jit
+def arrive(counter, count):
+    """Whether this is the last of ``count`` programs to come here; it finds what all have
+    stored."""
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def merge_slots(shares, first, count, STEP: tl.constexpr, SPEC):
+    """(out [SHARE_ROWS, BLOCK_DV], lse [SHARE_ROWS]) of every STEP-th of the slots from ``first``
+    on, in their order."""
     # One query a sequence fills as many rows as there are heads in a tile.
     ROWS: tl.constexpr = SPEC.SHARE_ROWS
-    first = piece.first.to(tl.int64) * SPEC.BLOCK_M
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SPEC.BLOCK_DV], tl.float32)
-    for start in tl.range(0, piece.parts, SPEC.SHARE_STEP):
-        row_max, row_sum, acc = add_parts(
-            row_max, row_sum, acc, shares, first, start, piece.parts, SPEC
+    for start in tl.range(0, count, SPEC.SHARE_STEP):
+        row_max, row_sum, acc = add_slots(
+            row_max, row_sum, acc, shares, first, start, count, STEP, SPEC
         )
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
     out = tl.math.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
     lse = tl.where(is_empty, float("-inf"), row_max + tl.log(divisor))
-    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, ROWS, SPEC)
-    store_whole(output, out, lse, token, head, row_ok, SPEC)
+    return out, lse
 
 
 @triton.jit
-def add_parts(row_max, row_sum, acc, shares, first, start, parts, SPEC):
-    """SHARE_STEP parts from ``start`` on, all of them on their way before the first is added."""
+def add_slots(row_max, row_sum, acc, shares, first, start, count, STEP, SPEC):
+    """SHARE_STEP slots from number ``start`` on, all of them on their way before the first is
+    added."""
     rows = tl.arange(0, SPEC.SHARE_ROWS)
     lses = ()
     outs = ()
     for i in tl.static_range(SPEC.SHARE_STEP):
-        row = first + (start + i) * SPEC.BLOCK_M + rows
+        row = (first + (start + i) * STEP) * SPEC.BLOCK_M + rows
         cell = row[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
-        is_part = rows * 0 + start + i < parts
+        is_there = rows * 0 + start + i < count
         # Other programs wrote them: not from this multiprocessor's own cache.
-        lse = tl.load(shares.lse + row, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        out = tl.load(shares.ptr + cell, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+        lse = tl.load(shares.lse + row, mask=is_there, other=float("-inf"), cache_modifier=".cg")
+        out = tl.load(shares.ptr + cell, mask=is_there[:, None], other=0.0, cache_modifier=".cg")
         lses += (lse,)
         outs += (out,)
     m_new = row_max
