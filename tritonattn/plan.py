@@ -13,11 +13,11 @@ PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
 
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
-INTERPRETED = 4  # as many times that, and the interpreter shares keys out too
-MIN_SPLIT = 512  # keys that are worth a program of their own
+INTERPRETED = 8  # as many times that, and the interpreter shares keys out too
+MIN_SPLIT = 256  # keys that are worth a program of their own
 FEW = 2  # programs an SM that keep it busy
 RESIDENT = 4  # programs of few queries an SM that run at the same time
-PIECES = 8  # of equal size an SM into which a batch's keys are cut, so that gaps are filled
+PIECES = 12  # of equal size an SM into which a batch's keys are cut, so that gaps are filled
 NO_LIMIT = 1 << 30  # tokens
 FEW_ROWS = 64  # (query, head) rows of one KV head that wait for memory rather than for products
 SHORT = 64  # mean queries a sequence up to which lengths may differ much: decodes and a chunk

@@ -30,9 +30,11 @@ from .kernels.splits import Shares, Splits
 from .kernels.tiles import Pages
 from .plan import NO_LIMIT, Kind, Plan
 from .problem import Problem
-from .tuning.config import KernelConfig, blocks, whole_block
+from .tuning.config import KernelConfig, blocks, shared_memory, whole_block
 
 SCRATCH = 1 << 24  # float32 numbers of partial results
+REGISTERS = 1 << 16  # of a multiprocessor
+USUAL_REGISTERS = 128  # of a thread, at most, where it has few rows
 
 
 class Partial(NamedTuple):
@@ -68,10 +70,12 @@ def prepare(
     tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
     grid = tiles * plan.num_splits
     if plan.cut == "shares" and tiles > 0:
-        grid = share_programs(plan, config, problem) + tiles
+        keys = min(problem.capacity_k, _widest(masking_of(call, problem), config))
+        parts = keys // max(1, _least_tiles(plan, config) * config.block_n) + 2
+        grid = min(share_programs(plan, config, problem) + tiles, tiles * parts)
     return Work(
         attention_kernel, grid,
-        _arguments(call, problem, kind, plan, config, spec, out, lse, partial), {"SPEC": spec},
+        _arguments(call, problem, kind, plan, config, gpu, spec, out, lse, partial), {"SPEC": spec},
         Options(config.num_warps, config.num_stages),
     )  # fmt: skip
 
@@ -82,6 +86,7 @@ def _arguments(
     kind: Kind,
     plan: Plan,
     config: KernelConfig,
+    gpu: Device,
     spec: Spec,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -105,10 +110,10 @@ def _arguments(
         parts = partials(*partial)
         splits = Splits(plan.num_splits, -(-plan.split_keys // config.block_n))
     elif partial is not None:
-        least = -(-plan.least_keys // config.block_n)
         splits = Shares(
-            *partial, share_programs(plan, config, problem), plan.residents, least,
-            _widest(masking, config.block_m // config.pack),
+            *partial, share_programs(plan, config, problem),
+            residents(plan, config, problem, gpu), _least_tiles(plan, config),
+            _widest(masking, config),
         )  # fmt: skip
     return (
         rows(call.q), k, v, k_cache, v_cache,
@@ -129,10 +134,23 @@ def _boxed(tensor: torch.Tensor, spec: Spec, spare: torch.Tensor) -> Box | Tenso
     return TensorDescriptor(base, [*made.shape], [*made.strides], [*block])
 
 
-def _widest(masking: Masking, queries: int) -> int:
-    """About how many keys ``queries`` neighbours can see, however many there are."""
+def _widest(masking: Masking, config: KernelConfig) -> int:
+    """About how many keys a tile of queries can see, however many there are."""
     left, right, chunk = cast(tuple[int, int, int], masking[:3])
-    return min(left + right, chunk, NO_LIMIT) + queries
+    return min(left + right, chunk, NO_LIMIT) + config.block_m // config.pack
+
+
+def _least_tiles(plan: Plan, config: KernelConfig) -> int:
+    return -(-plan.least_keys // config.block_n)
+
+
+def residents(plan: Plan, config: KernelConfig, problem: Problem, gpu: Device) -> int:
+    """Programs that run at the same time: those that there is memory for, up to the plan's."""
+    if gpu.is_interpreter:
+        return plan.residents
+    fit = gpu.shared_memory // shared_memory(config, problem, gpu)
+    fit = min(fit, REGISTERS // (32 * config.num_warps * USUAL_REGISTERS))
+    return min(plan.residents, max(1, fit) * gpu.sm_count)
 
 
 def share_programs(plan: Plan, config: KernelConfig, problem: Problem) -> int:
@@ -150,7 +168,7 @@ def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:
 def _share_step(rows: int, problem: Problem, config: KernelConfig) -> int:
     """As many parts as registers hold without more of them than the walk over the keys takes."""
     cells = rows * whole_block(problem.head_dim_v)
-    return min(max(max(4096, 1024 * config.num_warps) // cells, 1), 32) if rows else 0
+    return min(max(1024 * config.num_warps // cells, 1), 8) if rows else 0
 
 
 def make_spec(

@@ -76,34 +76,46 @@ def merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPE
     """A tile's rows from all of its pieces, in their order."""
     # One query a sequence fills as many rows as there are heads in a tile.
     ROWS: tl.constexpr = SPEC.SHARE_ROWS
-    STEP: tl.constexpr = SPEC.SHARE_STEP
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, SPEC.BLOCK_DV)
+    first = piece.first.to(tl.int64) * SPEC.BLOCK_M
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SPEC.BLOCK_DV], tl.float32)
-    for start in tl.range(0, piece.parts, STEP):
-        part = start + tl.arange(0, STEP)
-        ok = part < piece.parts
-        row = (piece.first + part).to(tl.int64)[:, None] * SPEC.BLOCK_M + rows[None, :]
-        cell = row[:, :, None] * SPEC.BLOCK_DV + cols[None, None, :]
-        # Other programs wrote them: not from this multiprocessor's own cache.
-        part_lse = tl.load(
-            shares.lse + row, mask=ok[:, None], other=float("-inf"), cache_modifier=".cg"
+    for start in tl.range(0, piece.parts, SPEC.SHARE_STEP):
+        row_max, row_sum, acc = add_parts(
+            row_max, row_sum, acc, shares, first, start, piece.parts, SPEC
         )
-        part_out = tl.load(
-            shares.ptr + cell, mask=ok[:, None, None], other=0.0, cache_modifier=".cg"
-        )
-        m_new = tl.maximum(row_max, tl.max(part_lse, 0))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp(row_max - shift)
-        weight = tl.exp(part_lse - shift[None, :])
-        row_sum = row_sum * alpha + tl.sum(weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(part_out * weight[:, :, None], 0)
-        row_max = m_new
     is_empty = row_sum == 0.0
     divisor = tl.where(is_empty, 1.0, row_sum)
     out = tl.math.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
     lse = tl.where(is_empty, float("-inf"), row_max + tl.log(divisor))
     token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, ROWS, SPEC)
     store_whole(output, out, lse, token, head, row_ok, SPEC)
+
+
+@triton.jit
+def add_parts(row_max, row_sum, acc, shares, first, start, parts, SPEC):
+    """SHARE_STEP parts from ``start`` on, all of them on their way before the first is added."""
+    rows = tl.arange(0, SPEC.SHARE_ROWS)
+    lses = ()
+    outs = ()
+    for i in tl.static_range(SPEC.SHARE_STEP):
+        row = first + (start + i) * SPEC.BLOCK_M + rows
+        cell = row[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
+        is_part = rows * 0 + start + i < parts
+        # Other programs wrote them: not from this multiprocessor's own cache.
+        lse = tl.load(shares.lse + row, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        out = tl.load(shares.ptr + cell, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+        lses += (lse,)
+        outs += (out,)
+    m_new = row_max
+    for i in tl.static_range(SPEC.SHARE_STEP):
+        m_new = tl.maximum(m_new, lses[i])
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp(row_max - shift)
+    row_sum *= alpha
+    acc *= alpha[:, None]
+    for i in tl.static_range(SPEC.SHARE_STEP):
+        weight = tl.exp(lses[i] - shift)
+        row_sum += weight
+        acc = tl.fma(outs[i], tl.broadcast_to(weight[:, None], acc.shape), acc)
+    return m_new, row_sum, acc

@@ -100,9 +100,10 @@ def find_piece(number, batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
     work = tl.sum(total, 0)
     longest = tl.max(most, 0)
     tiles = batch.num_seqs if batch.cu_seqlens_q is None else tl.sum(count, 0)
-    share = tl.cdiv(work * walks, shares.programs)
     is_even = work == longest * tiles
-    if is_even:
+    if not is_even:
+        share = tl.cdiv(work * walks, shares.programs)
+    else:
         # No piece is to wait for the end of another: as many of each tile as run at the same time.
         share = tl.cdiv(longest, tl.maximum(shares.residents // tl.maximum(tiles * walks, 1), 1))
     share = tl.maximum(share, shares.least)

@@ -167,6 +167,7 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
 
     if not has_tensor_cores(device):  # operands widened to float32, and no copies in flight
         return 4 * (m * d + n * max(d, dv) + m * n) + 1024
+    tree = 4 * m * n if problem.mask.has_tree else 0
     # Copies in flight: wgmma still reads a tile while the next ones arrive.  Behind a look-up of
     # page ids, which is a stage of its own, half as many.
     if has_warpgroup_mma(device) and itemsize == 2 and m >= 64 and config.num_warps >= 4:
@@ -174,10 +175,13 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
         probabilities = 0
     else:
         packed, paged = max(1, stages - 1), max(1, (stages - 1) // 2)
+    if problem.cache_format and not problem.has_new and packed < stages:
+        # Bytes until they are multiplied; values pass through once more as 16-bit numbers.
+        flight = paged * n * (d + dv) + n * max(d, dv) * itemsize
+        return queries + flight + probabilities + tree + 1024
     flight = packed * keys if problem.has_new else paged * keys
     if problem.has_new and problem.has_cache:
         flight = max(packed, paged) * keys
-    tree = 4 * m * n if problem.mask.has_tree else 0
     return queries + flight + probabilities + tree + 1024
 
 

@@ -108,16 +108,23 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     # keys that are read a number at a time, a second block of a head's dims.
     has_tree, has_fp8 = problem.mask.has_tree, problem.cache_format != ""
     is_heavy = has_fp8 or len(blocks(problem.head_dim, problem.dtype, device)) > 1
+    has_room = device.shared_memory > LARGE_MEMORY
     if width > 256:
+        if rows <= 16 and has_room and not has_tree and not has_fp8:
+            return Tile(16, 32, 4, 3)
         return Tile(_up_to(32, rows), 32, 8, 2)
     if has_tree:
         return Tile(_up_to(32 if has_fp8 else 64, rows), 32, 8 if rows > 16 else 4, 3)
-    is_roomy = device.has_native_e4m3 and device.shared_memory > LARGE_MEMORY
-    if rows <= 16 and width <= 128 and has_fp8 and is_roomy:
+    if rows <= 16 and width <= 128 and has_fp8 and has_room and device.has_native_e4m3:
         return Tile(16, 64, 2, 5)  # few threads, many loads: several such blocks fit
+    if 16 < rows <= 32 and width <= 128 and problem.has_cache and has_room and not has_fp8:
+        # Few such blocks fit, so that there are few parts to merge.
+        return Tile(32, 128 if problem.is_decode else 64, 4, 5)
     if rows <= SHORT:
-        warps = 8 if rows > 32 or width > 128 else 4
-        keys = 32 if has_fp8 and not device.has_native_e4m3 else 64
+        warps = 8 if rows > 32 or width >= 256 else 4
+        keys = 128 if rows <= 32 and width <= 64 and problem.has_cache else 64
+        if has_fp8 and not device.has_native_e4m3:
+            keys //= 2
         return Tile(_up_to(64, rows), keys, warps, 4 if width <= 128 else 3)
     if not problem.rows_aligned:
         return Tile(64, 32, 8, 3)
