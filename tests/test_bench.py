@@ -140,7 +140,7 @@ def test_tiny_keeps_what_a_case_is_about():
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=str)
-def test_oracle_accepts_the_reference(case: Case):
+def test_bench_oracle_accepts_the_reference(case: Case):
     call = build(case, CPU)
     Oracle(case, call).check(by_reference(case, call))
 
@@ -273,7 +273,7 @@ def test_peers_that_do_not_import_say_so(monkeypatch: pytest.MonkeyPatch):
     assert "\n" not in notes["fa3"]
 
 
-def test_peers_chosen_by_name():
+def test_peers_are_chosen_by_name():
     assert peers.chosen(None) == list(peers.MODULES)
     assert peers.chosen(["fa3", " flashinfer"]) == ["fa3", "flashinfer"]
     assert peers.chosen(["none"]) == []

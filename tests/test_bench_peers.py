@@ -51,7 +51,7 @@ def window_of(left: int, right: int) -> tuple[int | None, int | None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_fa3_adapter(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_fa3_peer_passes_fa3_what_every_case_means(case: Case, monkeypatch: pytest.MonkeyPatch):
     def varlen(q, k, v, cu_q, cu_k, max_q, max_k, **options):
         assert max_k == int((cu_k[1:] - cu_k[:-1]).max())
         assert options.pop("num_splits", 1) == (0 if case.is_cached else 1)
@@ -147,7 +147,9 @@ LATENT = Case(
 
 
 @pytest.mark.parametrize("case", [*CASES, replace(DECODE, cache_dtype=FP8), LATENT], ids=str)
-def test_flashinfer_adapter(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_flashinfer_peer_passes_flashinfer_what_every_case_means(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+):
     library = SimpleNamespace(
         __version__="0",
         BatchPrefillWithRaggedKVCacheWrapper=Ragged,
@@ -169,7 +171,9 @@ def test_flashinfer_adapter(case: Case, monkeypatch: pytest.MonkeyPatch):
     ],
     ids=str,
 )
-def test_vllm_adapter(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_vllm_peer_passes_vllms_kernel_what_every_case_means(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+):
     def unified_attention(
         q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal,
         window_size, block_table, softcap, q_descale, k_descale, v_descale, seq_threshold_3D=None,
@@ -199,5 +203,5 @@ def test_vllm_adapter(case: Case, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("case", [EQUAL, replace(EQUAL, causal=False, heads=(4, 4))], ids=str)
-def test_fa2_adapter(case: Case):
+def test_fa2_peer_computes_dense_cases(case: Case):
     check("fa2", case)

@@ -169,7 +169,7 @@ def refused(
 
 
 @pytest.mark.parametrize(("function", "name", "change", "error", "rule", "got", "fix"), REFUSED)
-def test_cache_functions_refuse(
+def test_cache_functions_refuse_bad_calls(
     function: str, name: str, change: Any, error: type[Exception], rule: str, got: str, fix: str
 ) -> None:
     call = good(function)

@@ -140,7 +140,7 @@ def test_missing_extra_is_named(
     assert "tritonattn[bench]" in capsys.readouterr().err
 
 
-def test_bench_is_delegated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_hands_bench_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list", "--case", "decode"]) == 0
     assert "decode" in capsys.readouterr().out
 
@@ -148,7 +148,7 @@ def test_bench_is_delegated(capsys: pytest.CaptureFixture[str]) -> None:
 # doctor
 
 
-def test_doctor_finds_this_machine_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_this_machine_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert "All is well" in said

@@ -82,7 +82,7 @@ def test_llama4_attention_main_fails_where_a_result_is_wrong(device, monkeypatch
 @pytest.mark.parametrize(
     "read", [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: bool(x[0])]
 )
-def test_no_host_reads_refuses_them(read):
+def test_no_host_reads_refuses_what_reads_a_value(read):
     with program.NoHostReads(), pytest.raises(AssertionError, match="reads values on the host"):
         read(torch.ones(3))
 

@@ -124,7 +124,7 @@ POSITIONS = torch.arange(3)
         (POSITIONS, {"attn_scale": "0.1"}, ArgumentTypeError, ("attn_scale must be a finite float", "str '0.1'")),
     ],
 )  # fmt: skip
-def test_attention_temperature_refuses(
+def test_attention_temperature_refuses_bad_arguments(
     positions: Any, options: dict[str, Any], error: type[Exception], says: tuple[str, ...]
 ) -> None:
     with pytest.raises(error) as caught:

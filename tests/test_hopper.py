@@ -388,7 +388,7 @@ def test_doctor_makes_a_call_that_is_long_enough() -> None:
     assert [run.kernel.__name__ for run in launches] == ["prefill_kernel"]
 
 
-def test_preferred_runs_it_where_it_can_serve() -> None:
+def test_preferred_runs_hoppers_kernel_where_it_can_serve() -> None:
     """What test_hopper_gpu.py relies on."""
     run: list[str] = []
 

@@ -146,6 +146,6 @@ def test_bucket_that_no_key_writes_is_left_out(text: str) -> None:
         Key.parse("decode", text)
 
 
-def test_problem_has_a_family() -> None:
+def test_family_of_gives_every_problem_one_that_is_known() -> None:
     problems: list[Problem] = [task.problem for task in tasks([LLAMA])]
     assert {family_of(problem) for problem in problems} == set(FAMILIES)

@@ -294,7 +294,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "change", "error", "rule", "got", "fix"), REFUSED)
-def test_merge_states_refuses(
+def test_merge_states_refuses_bad_states(
     name: str,
     change: Callable[[list[Tensor]], Any],
     error: type[Exception],

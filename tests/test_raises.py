@@ -124,7 +124,7 @@ def test_record_without_a_folder_serves_this_process(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("module", ["hypothesis", "transformers"])
-def test_what_is_not_installed_is_named(module: str) -> None:
+def test_import_names_what_is_not_installed(module: str) -> None:
     name = {"hypothesis": "strategies", "transformers": "integrations.transformers"}[module]
     code = (
         f"import sys; sys.modules[{module!r}] = None\n"
@@ -200,7 +200,7 @@ def test_fuzz_knows_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fuzz._is_alive()
 
 
-def test_tuned_task_has_to_be_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_refuse_a_call_of_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     from tritonattn.tuning.models import PRESETS
     from tritonattn.tuning.tasks import tasks
 

@@ -366,7 +366,7 @@ def test_out_is_written_and_returned():
     assert same_bytes(out, varlen_attention(*args).half())
 
 
-def test_unknown_options_are_refused():
+def test_reference_refuses_unknown_options():
     args, _ = Case("varlen_attention", (5,), (3,)).build()
     with pytest.raises(TypeError, match="softmax_scal"):
         varlen_attention(*args, softmax_scal=1.0)

@@ -117,7 +117,7 @@ def test_no_mask_is_made_for_plain_causal_attention():
     ],
     ids=["own", "twice", "two windows", "union", "nested"],
 )
-def test_a_function_that_is_not_known_makes_the_dense_mask(function):
+def test_mask_function_that_is_not_known_makes_the_dense_mask(function):
     given = asked(function, 4, 0, 4)
     mask = make_mask(**given)
     assert mask is not None
@@ -175,7 +175,7 @@ def test_a_mask_says_whether_tokens_are_behind_it():
     assert speaks_of_tokens(torch.ones(1, 1, 4, 4, dtype=torch.bool))
 
 
-def test_only_a_mask_of_our_own_remembers():
+def test_only_a_mask_of_our_own_remembers_what_was_made_of_it():
     made: list[int] = []
     ours = make_mask(**asked(masking.sliding_window_causal_mask_function(2), 4, 0, 4))
     theirs = torch.ones(1, 1, 4, 4, dtype=torch.bool)

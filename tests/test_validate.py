@@ -211,7 +211,7 @@ def pairs() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("function", "changes", "error", "argument", "rule", "got", "fix"), list(pairs())
 )
-def test_validate_refuses(
+def test_validate_refuses_bad_calls(
     function: str,
     changes: dict[str, Any],
     error: type[Exception],
