@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import masks
-from . import ring
+from . import powers, ring
 from .spec import LANES as _LANES
 
 LANES = gl.constexpr(_LANES)
@@ -152,11 +152,11 @@ def raise_max(x, row_max, rows, key, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def weigh(x, shift, rows, SPEC: gl.constexpr):
+def weigh(x, shift, rows, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
     """[M, BLOCK_N] weights."""
     if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         x = x * rows.gain
-    return gl.exp2(x - gl.expand_dims(shift, 1))
+    return powers.exp2(x - gl.expand_dims(shift, 1), SPEC.BY_SERIES, IS_ROUGH)
 
 
 @gluon.jit

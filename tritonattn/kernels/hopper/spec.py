@@ -24,6 +24,7 @@ class HopperSpec(NamedTuple):
     STAGES: int  # key and value tiles that shared memory holds
     Q_SLOTS: int  # query tiles that it holds
     FORM: int
+    BY_SERIES: int  # of 8 exponentials, those that are computed by multiplications: see powers.py
     HAS_CACHE: bool
     HAS_NEW: bool
     HAS_LEFT: bool

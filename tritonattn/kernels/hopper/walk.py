@@ -162,7 +162,7 @@ def attend(
     key = key_of(0, tile, SPEC)
     x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), IS_ROUGH, SPEC)
     row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
-    p = scores.weigh(x, shift, rows, SPEC)
+    p = scores.weigh(x, shift, rows, IS_ROUGH, SPEC)
     row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(p, SPEC)
     p = gl.convert_layout(p.to(dtype), WEIGHTS)
     keys += 1
@@ -184,7 +184,7 @@ def attend(
         if SPEC.FORM & EARLY:
             acc, alpha = warpgroup_mma_wait(0, deps=[sums, alpha])
             ring.give_back(bars.v_empty, (keys - 1) % STAGES)
-        w = scores.weigh(x, shift, rows, SPEC)
+        w = scores.weigh(x, shift, rows, IS_ROUGH, SPEC)
         row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
         w = gl.convert_layout(w.to(dtype), WEIGHTS)
         keys += 1
