@@ -13,17 +13,18 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import AHEAD, DRAWN, EARLY, LANES, TURNS, HopperSpec, boxes
+from .kernels.hopper.spec import AHEAD, DRAWN, LANES, MID, TURNS, UNROLLED, HopperSpec, boxes
 from .plan import Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
 
 SWITCHES = {
     "plain": 0,
-    "early": EARLY,
     "turns": TURNS,
     "lanes": LANES,
     "ahead": AHEAD,
+    "mid": MID,
+    "unrolled": UNROLLED,
     "drawn": DRAWN,
 }
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last
@@ -103,7 +104,6 @@ def make_spec(
         STAGES=config.num_stages,
         Q_SLOTS=hopper_q_slots(config, problem),
         FORM=sum(SWITCHES[name] for name in config.form.split("+")),
-        BY_SERIES=0,
         HAS_CACHE=problem.has_cache,
         HAS_NEW=problem.has_new,
         HAS_LEFT=mask.has_left,

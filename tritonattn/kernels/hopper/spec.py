@@ -9,8 +9,8 @@ COLUMNS = 64  # of 16 bits: what one row of a swizzled box holds
 class HopperSpec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
-    FORM is a sum of switches for the order of the work, which change no result's meaning: EARLY,
-    TURNS, LANES, AHEAD, DRAWN.
+    FORM is a sum of switches for the order of the work, which change no result's meaning: TURNS,
+    LANES, AHEAD, MID, UNROLLED, DRAWN.
     """
 
     HEAD_DIM: int
@@ -24,7 +24,6 @@ class HopperSpec(NamedTuple):
     STAGES: int  # key and value tiles that shared memory holds
     Q_SLOTS: int  # query tiles that it holds
     FORM: int
-    BY_SERIES: int  # of 8 exponentials, those that are computed by multiplications: see powers.py
     HAS_CACHE: bool
     HAS_NEW: bool
     HAS_LEFT: bool
@@ -39,11 +38,12 @@ class HopperSpec(NamedTuple):
     OUT_ALIGNED: bool  # every row of the output starts on 16 bytes
 
 
-EARLY = 1  # wait for the last values' product before most exponentials, not after
-TURNS = 2  # the warpgroups take turns at the tensor cores
-LANES = 4  # a row's sum is kept in two parts until the end
-AHEAD = 8  # the next product with keys begins before the sums are rescaled
-DRAWN = 16  # programs draw their tiles from a counter, where dealing them out would leave gaps
+TURNS = 1  # the warpgroups take turns at the tensor cores
+LANES = 2  # a row's sum is kept in two parts until the end
+AHEAD = 4  # the next product with keys begins before the sums are rescaled
+MID = 8  # the last values' product is waited for amid the exponentials, not after them
+UNROLLED = 16  # unmasked key tiles are visited as many at a time as there are stages
+DRAWN = 32  # programs draw their tiles from a counter, where dealing them out would leave gaps
 
 
 def boxes(spec: HopperSpec) -> dict[str, tuple[int, ...]]:

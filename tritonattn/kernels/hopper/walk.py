@@ -19,11 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import ring, scores
 from .ring import COLUMNS, swizzled
 from .spec import AHEAD as _AHEAD
-from .spec import EARLY as _EARLY
+from .spec import MID as _MID
+from .spec import UNROLLED as _UNROLLED
 from .spec import TURNS as _TURNS
 
 AHEAD = gl.constexpr(_AHEAD)
-EARLY = gl.constexpr(_EARLY)
+MID = gl.constexpr(_MID)
+UNROLLED = gl.constexpr(_UNROLLED)
 TURNS = gl.constexpr(_TURNS)
 
 
@@ -104,7 +106,7 @@ def begin_products(qs, part, ks, i, SPEC: gl.constexpr):
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     PARTS: gl.constexpr = SPEC.Q_SLOTS * ring.CONSUMERS
     zero = gl.full([M, SPEC.BLOCK_N], 0.0, gl.float32, products(SPEC.BLOCK_N))
-    stage = i % SPEC.STAGES
+    stage = ring.place(i, SPEC.STAGES)
     q = ring.main_of(qs, part, M, PARTS, SPEC.BLOCK_D)
     k = ring.main_of(ks, stage, SPEC.BLOCK_N, SPEC.STAGES, SPEC.BLOCK_D)
     qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -122,34 +124,117 @@ def rescale(acc, alpha):
 
 
 @gluon.jit
-def add_values(p, vs, i, acc, key, tile, bars, SPEC: gl.constexpr):
-    """Begin acc + p V for the i-th use of ``vs``, the values of the keys from ``key`` on."""
-    ring.wait_full(bars.v_full, i, SPEC.STAGES)
-    stage = i % SPEC.STAGES
-    high = limit_of(key, tile, SPEC)
-    if (key < tile.keep_low) | (key + SPEC.BLOCK_N > high):
-        clear_unseen(vs, stage, key, tile.keep_low, high, SPEC)
+def add_values(
+    p, p2, vs, stage, phase, acc, key, tile, bars, IS_CLEAN: gl.constexpr, SPEC: gl.constexpr
+):
+    """Begin acc + p V for the values in ``stage``, those of the keys from ``key`` on, which need no
+    clearing if IS_CLEAN."""
+    mbarrier.wait(bars.v_full.index(stage), phase)
+    if not IS_CLEAN:
+        high = limit_of(key, tile, SPEC)
+        if (key < tile.keep_low) | (key + SPEC.BLOCK_N > high):
+            clear_unseen(vs, stage, key, tile.keep_low, high, SPEC)
     values = ring.main_of(vs, stage, SPEC.BLOCK_N, SPEC.STAGES, SPEC.BLOCK_DV)
-    return warpgroup_mma(p, values, acc, is_async=True)
+    if SPEC.FORM & MID:
+        H: gl.constexpr = SPEC.BLOCK_N // 2
+        acc = warpgroup_mma(p, values.slice(0, H), acc, is_async=True)
+        return warpgroup_mma(p2, values.slice(H, H), acc, is_async=True)
+    else:
+        return warpgroup_mma(p, values, acc, is_async=True)
+
+
+@gluon.jit
+def plain_tiles(i, last_key, tile, rows, SPEC: gl.constexpr):
+    """How many tiles from the i-th on are followed by another one and seen whole by every row;
+    none unless the tile before, of the keys from ``last_key`` on, has no values to clear."""
+    key = key_of(i, tile, SPEC)
+    limit = limit_of(key, tile, SPEC)
+    low = gl.maximum(rows.full_low, tile.keep_low)
+    last_limit = limit_of(last_key, tile, SPEC)
+    is_clean = (last_key >= tile.keep_low) & (last_key + SPEC.BLOCK_N <= last_limit)
+    is_seen = (key >= low) & (key + SPEC.BLOCK_N <= gl.minimum(rows.full_high, limit))
+    count = gl.minimum((key - low) // SPEC.BLOCK_N + 1, tile.num_tiles - 1 - i)
+    if SPEC.HAS_CACHE and SPEC.HAS_NEW:
+        count = gl.where(i < tile.num_new, gl.minimum(count, tile.num_new - i), count)
+    return gl.where(is_clean & is_seen, count, 0)
+
+
+@gluon.jit
+def narrow(x, dtype: gl.constexpr):
+    """x in 16 bits, two neighbours at a time."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
+def halves(x):
+    """Of [M, N], the first and the last N / 2 columns."""
+    x = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
+    return gl.split(gl.permute(x, [0, 2, 1]))
+
+
+@gluon.jit
+def step(
+    P: gl.constexpr, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, p, p2, alpha,
+    last_key, key, v_stage, v_phase, stage, next_stage, next_phase, has_next, bars,
+    IS_PLAIN: gl.constexpr, SPEC: gl.constexpr,
+):  # fmt: skip
+    """The scores of a tile of keys, and the values of the one before."""
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    IS_ROUGH: gl.constexpr = ks.dtype == gl.bfloat16
+    if SPEC.FORM & TURNS:
+        turn(False, P)
+    qk = begin_products(qs, part, ks, stage, SPEC)
+    if SPEC.FORM & AHEAD:
+        acc = rescale(acc, alpha)
+    sums = add_values(p, p2, vs, v_stage, v_phase, acc, last_key, tile, bars, IS_PLAIN, SPEC)
+    if SPEC.FORM & TURNS:
+        turn(True, 1 - P)
+    qk = warpgroup_mma_wait(2 if SPEC.FORM & MID else 1, deps=[qk])
+    ring.give_back(bars.k_empty, stage)
+    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), IS_PLAIN, IS_ROUGH, SPEC)
+    row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
+    row_sum = scores.rescale_sums(row_sum, alpha, SPEC)
+    if SPEC.FORM & MID:
+        a, b = halves(x)
+        SIDE: gl.constexpr = gl.SliceLayout(1, a.type.layout)
+        side = gl.convert_layout(shift, SIDE, assert_trivial=True)
+        a = scores.weigh(a, side, rows, SPEC)
+        s = scores.row_sums(a, SPEC)
+        row_sum += gl.convert_layout(s, row_sum.type.layout, assert_trivial=True)
+        mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
+        acc, a, b, alpha, row_sum = warpgroup_mma_wait(0, deps=[sums, a, b, alpha, row_sum])
+        ring.give_back(bars.v_empty, v_stage)
+        acc = rescale(acc, alpha)
+        b = scores.weigh(b, side, rows, SPEC)
+        s = scores.row_sums(b, SPEC)
+        row_sum += gl.convert_layout(s, row_sum.type.layout, assert_trivial=True)
+        p = gl.convert_layout(narrow(a, ks.dtype), WEIGHTS)
+        p2 = gl.convert_layout(narrow(b, ks.dtype), WEIGHTS)
+    else:
+        w = scores.weigh(x, shift, rows, SPEC)
+        row_sum += scores.row_sums(w, SPEC)
+        w = gl.convert_layout(w.to(ks.dtype), WEIGHTS)
+        # This ends a basic block, and so keeps ptxas from waiting for P V before the exponentials.
+        mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
+        acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[sums, w, alpha, row_sum])
+        ring.give_back(bars.v_empty, v_stage)
+        if not SPEC.FORM & AHEAD:
+            acc = rescale(acc, alpha)
+    return acc, row_max, row_sum, p, p2, alpha
 
 
 @gluon.jit
 def attend(
-    P: gl.constexpr,
-    qk,
-    qs,
-    part,
-    ks,
-    vs,
-    tile,
-    rows,
-    acc,
-    row_max,
-    row_sum,
-    keys,
-    bars,
+    P: gl.constexpr, qk, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars,
     SPEC: gl.constexpr,
-):
+):  # fmt: skip
     """All key tiles of a tile of queries but the last one's values; ``keys`` is the first one's
     use of ``ks``, whose product ``qk`` has begun."""
     STAGES: gl.constexpr = SPEC.STAGES
@@ -158,46 +243,66 @@ def attend(
     IS_ROUGH: gl.constexpr = dtype == gl.bfloat16
     n = tile.num_tiles
     qk = warpgroup_mma_wait(0, deps=[qk])
-    ring.give_back(bars.k_empty, keys % STAGES)
+    ring.give_back(bars.k_empty, ring.place(keys, STAGES))
     key = key_of(0, tile, SPEC)
-    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), IS_ROUGH, SPEC)
+    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), False, IS_ROUGH, SPEC)
     row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
-    p = scores.weigh(x, shift, rows, IS_ROUGH, SPEC)
+    p = scores.weigh(x, shift, rows, SPEC)
     row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(p, SPEC)
-    p = gl.convert_layout(p.to(dtype), WEIGHTS)
+    p2 = 0
+    if SPEC.FORM & MID:
+        a, b = halves(p)
+        p = gl.convert_layout(narrow(a, dtype), WEIGHTS)
+        p2 = gl.convert_layout(narrow(b, dtype), WEIGHTS)
+    else:
+        p = gl.convert_layout(p.to(dtype), WEIGHTS)
     keys += 1
-    mbarrier.wait(bars.k_full.index(keys % STAGES), (keys // STAGES) & 1, pred=n > 1)
-    for i in range(1, n):
-        if SPEC.FORM & TURNS:
-            turn(False, P)
-        qk = begin_products(qs, part, ks, keys, SPEC)
-        if SPEC.FORM & AHEAD:
-            acc = rescale(acc, alpha)
-        sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)
-        if SPEC.FORM & TURNS:
-            turn(True, 1 - P)
-        qk = warpgroup_mma_wait(1, deps=[qk])
-        ring.give_back(bars.k_empty, keys % STAGES)
-        key = key_of(i, tile, SPEC)
-        x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), IS_ROUGH, SPEC)
-        row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
-        if SPEC.FORM & EARLY:
-            acc, alpha = warpgroup_mma_wait(0, deps=[sums, alpha])
-            ring.give_back(bars.v_empty, (keys - 1) % STAGES)
-        w = scores.weigh(x, shift, rows, IS_ROUGH, SPEC)
-        row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
-        w = gl.convert_layout(w.to(dtype), WEIGHTS)
-        keys += 1
-        # Unless EARLY, this ends a basic block, and so keeps ptxas from waiting for P V before the
-        # exponentials.
-        mbarrier.wait(bars.k_full.index(keys % STAGES), (keys // STAGES) & 1, pred=i + 1 < n)
-        if SPEC.FORM & EARLY:
-            p = w
+    stage = ring.place(keys, STAGES)
+    mbarrier.wait(bars.k_full.index(stage), ring.phase(keys, STAGES), pred=n > 1)
+    i = 1
+    while i < n:
+        if SPEC.FORM & UNROLLED:
+            if ring.place(keys, STAGES) == 0:
+                rounds = plain_tiles(i, key, tile, rows, SPEC) // STAGES
+                for _ in range(rounds):
+                    phase = ring.phase(keys, STAGES)
+                    for s in gl.static_range(STAGES):
+                        last_key = key
+                        key = key_of(i + s, tile, SPEC)
+                        acc, row_max, row_sum, p, p2, alpha = step(
+                            P, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, p, p2, alpha,
+                            last_key, key, (s + STAGES - 1) % STAGES, phase ^ (1 if s == 0 else 0), s,
+                            (s + 1) % STAGES, phase ^ (1 if s + 1 == STAGES else 0), True, bars, True, SPEC,
+                        )  # fmt: skip
+                    i += STAGES
+                    keys += STAGES
         else:
-            acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[sums, w, alpha, row_sum])
-            ring.give_back(bars.v_empty, (keys - 2) % STAGES)
-        if not SPEC.FORM & AHEAD:
-            acc = rescale(acc, alpha)
+            count = plain_tiles(i, key, tile, rows, SPEC)
+            v_stage = ring.place(keys - 1, STAGES)
+            v_phase = ring.phase(keys - 1, STAGES)
+            for j in range(count):
+                last_key = key
+                key = key_of(i + j, tile, SPEC)
+                stage, phase = ring.following(v_stage, v_phase, STAGES)
+                next_stage, next_phase = ring.following(stage, phase, STAGES)
+                acc, row_max, row_sum, p, p2, alpha = step(
+                    P, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, p, p2, alpha,
+                    last_key, key, v_stage, v_phase, stage, next_stage, next_phase, True, bars,
+                    True, SPEC,
+                )  # fmt: skip
+                v_stage, v_phase = stage, phase
+            i += count
+            keys += count
+        last_key = key
+        key = key_of(i, tile, SPEC)
+        acc, row_max, row_sum, p, p2, alpha = step(
+            P, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, p, p2, alpha,
+            last_key, key, ring.place(keys - 1, STAGES), ring.phase(keys - 1, STAGES),
+            ring.place(keys, STAGES), ring.place(keys + 1, STAGES), ring.phase(keys + 1, STAGES),
+            i + 1 < n, bars, False, SPEC,
+        )  # fmt: skip
+        i += 1
+        keys += 1
     if SPEC.FORM & AHEAD:
         acc = rescale(acc, alpha)
-    return acc, row_max, row_sum, p, key, keys
+    return acc, row_max, row_sum, p, p2, key, keys
