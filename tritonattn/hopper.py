@@ -13,7 +13,7 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import AHEAD, DRAWN, LANES, MID, TURNS, UNROLLED, HopperSpec, boxes
+from .kernels.hopper.spec import AHEAD, DRAWN, LANES, MID, TURNS, HopperSpec, boxes
 from .plan import Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
@@ -24,7 +24,6 @@ SWITCHES = {
     "lanes": LANES,
     "ahead": AHEAD,
     "mid": MID,
-    "unrolled": UNROLLED,
     "drawn": DRAWN,
 }
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last

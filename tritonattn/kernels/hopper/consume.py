@@ -6,8 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .. import softmax
 from . import ring, scores
+from .products import begin_scores, products, turn
 from .schedule import visible_keys
-from .walk import TURNS, Tile, add_values, attend, begin_products, products, turn
+from .walk import TURNS, Tile, add_values, attend
 
 
 @gluon.constexpr_function
@@ -92,7 +93,7 @@ def begin_tile(P: gl.constexpr, count, keys, qs, ks, tiles, bars, SPEC: gl.const
     mbarrier.wait(bars.q_full.index(i), ring.phase(count, SPEC.Q_SLOTS), pred=n > 0)
     stage = ring.place(keys, SPEC.STAGES)
     mbarrier.wait(bars.k_full.index(stage), ring.phase(keys, SPEC.STAGES), pred=n > 0)
-    return n, begin_products(qs, i, ks, stage, SPEC)
+    return n, begin_scores(qs, i, ks, stage, SPEC)
 
 
 @gluon.jit
@@ -131,21 +132,20 @@ def consume(
         acc = gl.full([M, SPEC.BLOCK_DV], 0.0, gl.float32, SUMS)
         rows = read_rows(P, tiles, slot, scoring, masking, is_padding, SPEC)
         part = ring.place(count, SPEC.Q_SLOTS) * ring.CONSUMERS + P
-        acc, row_max, row_sum, p, p2, key, keys = attend(
+        sums, keys = attend(
             P, qk, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC
         )
         ring.give_back(bars.q_empty, ring.place(count, SPEC.Q_SLOTS))
         stage = ring.place(keys - 1, SPEC.STAGES)
-        sums = add_values(
-            p, p2, vs, stage, ring.phase(keys - 1, SPEC.STAGES), acc, key, tile, bars, False, SPEC
-        )
+        phase = ring.phase(keys - 1, SPEC.STAGES)
+        acc = add_values(sums, vs, stage, phase, tile, bars, False, SPEC)
         # The next tile's first product begins before this one's end.
         count += 1
         n, qk = begin_tile(P, count, keys, qs, ks, tiles, bars, SPEC)
-        acc, qk = warpgroup_mma_wait(1, deps=[sums, qk])
+        acc, qk = warpgroup_mma_wait(1, deps=[acc, qk])
         ring.give_back(bars.v_empty, stage)
-        row_sum = scores.whole_sums(row_sum, ROWS, SPEC)
-        store(P, acc, row_max, row_sum, tiles, slot, output, SPEC)
+        row_sum = scores.whole_sums(sums.row_sum, ROWS, SPEC)
+        store(P, acc, sums.row_max, row_sum, tiles, slot, output, SPEC)
         ring.give_back(bars.tile_empty, slot)
     warpgroup_mma_wait(0, deps=[qk])
     if SPEC.FORM & TURNS and P == 0:

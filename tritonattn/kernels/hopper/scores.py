@@ -115,9 +115,7 @@ def row_bias(rows, key, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def score(
-    qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr
-):
+def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
     """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; what they are multiplied with
     last, ``gain``, is left to do, if is_folded.  -inf where a key is not seen; keys from ``limit``
     on are not there.  If IS_PLAIN, every row sees them all."""
@@ -176,6 +174,12 @@ def row_sums(p, SPEC: gl.constexpr):
         return gl.sum(gl.reshape(lanes, [M, 2, 2]), 2)
     else:
         return gl.sum(p, 1)
+
+
+@gluon.jit
+def row_sums_like(sums, p, SPEC: gl.constexpr):
+    """``row_sums`` of some of the columns, in the layout of all columns' ``sums``."""
+    return gl.convert_layout(row_sums(p, SPEC), sums.type.layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ class HopperSpec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
     FORM is a sum of switches for the order of the work, which change no result's meaning: TURNS,
-    LANES, AHEAD, MID, UNROLLED, DRAWN.
+    LANES, AHEAD, MID, DRAWN.
     """
 
     HEAD_DIM: int
@@ -42,8 +42,7 @@ TURNS = 1  # the warpgroups take turns at the tensor cores
 LANES = 2  # a row's sum is kept in two parts until the end
 AHEAD = 4  # the next product with keys begins before the sums are rescaled
 MID = 8  # the last values' product is waited for amid the exponentials, not after them
-UNROLLED = 16  # unmasked key tiles are visited as many at a time as there are stages
-DRAWN = 32  # programs draw their tiles from a counter, where dealing them out would leave gaps
+DRAWN = 16  # programs draw their tiles from a counter, where dealing them out would leave gaps
 
 
 def boxes(spec: HopperSpec) -> dict[str, tuple[int, ...]]:
