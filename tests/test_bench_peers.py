@@ -121,13 +121,39 @@ class Decode(Paged):
         super().plan(None, *args, **planned, causal=True)
 
 
-@pytest.mark.parametrize("case", [*CASES, replace(DECODE, cache_dtype=FP8)], ids=str)
+class Latent(Wrapper):
+    def __init__(self, workspace: torch.Tensor) -> None:
+        super().__init__(workspace, "NHD")
+
+    def plan(
+        self, cu_q, indptr, indices, seq_lens, heads, dim_ckv, dim_kpe, page_size, causal,
+        sm_scale, q_data_type, kv_data_type,
+    ):  # fmt: skip
+        assert (heads, dim_ckv, dim_kpe) == (4, 512, 64)
+        assert q_data_type == kv_data_type == torch.bfloat16
+        assert torch.equal(cu_q, torch.arange(len(seq_lens) + 1).int())
+        last = (seq_lens - 1) % page_size + 1
+        self.planned = cu_q, indptr, indices, last, page_size
+        self.chosen = {"causal": causal, "softmax_scale": sm_scale}
+
+    def run(self, q_nope, q_pe, ckv, kpe):
+        q, k = torch.cat([q_nope, q_pe], -1), torch.cat([ckv, kpe], -1)[:, :, None]
+        return self.pages(*self.planned, q, (k, ckv[:, :, None]), self.chosen)
+
+
+LATENT = Case(
+    "test", "latent", "paged_attention", (50, 3), heads=(4, 1), head_dims=(576, 512), latent=True
+)
+
+
+@pytest.mark.parametrize("case", [*CASES, replace(DECODE, cache_dtype=FP8), LATENT], ids=str)
 def test_flashinfer_adapter(case: Case, monkeypatch: pytest.MonkeyPatch):
     library = SimpleNamespace(
         __version__="0",
         BatchPrefillWithRaggedKVCacheWrapper=Ragged,
         BatchPrefillWithPagedKVCacheWrapper=Paged,
         BatchDecodeWithPagedKVCacheWrapper=Decode,
+        BatchMLAPagedAttentionWrapper=Latent,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.setattr("tritonattn.bench.peers.with_flashinfer.WORKSPACE_BYTES", 64)

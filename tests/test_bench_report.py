@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tritonattn
-from tritonattn.bench import command, plots, tables
+from tritonattn.bench import catalogue, command, plots, tables
 from tritonattn.bench.compare import compare
 from tritonattn.bench.report import OK, OWN, SKIPPED, WRONG, Report, Result, Row
 from tritonattn.bench.roofline import Ceilings
@@ -157,6 +157,28 @@ def test_command_lists_cases_with_their_work(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.skipif(not interpreting(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("sweep", "first", "last"),
+    [
+        ("length", "1 x 1k keys", "1 x 256k keys"), ("batch", "1 x 4k keys", "256 x 4k keys"),
+        ("prefill", "1 x 1k tokens", "1 x 256k tokens"), ("page", "pages of 1", "pages of 256"),
+        ("window", "window 128", "window 32768"), ("ratio", "32/32 heads", "32/1 heads"),
+        ("dim", "D 32", "D 256"), ("prefill-dim", "D 32", "D 256"),
+    ],
+)  # fmt: skip
+def test_command_sweeps_a_size(
+    sweep: str, first: str, last: str, capsys: pytest.CaptureFixture[str]
+):
+    assert sweep in catalogue.SWEEPS
+    assert bench("--list", "--sweep", sweep) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "sweep-" in line]
+    assert {row.split()[0] for row in rows} == {f"sweep-{sweep}"}
+    assert first in rows[0]
+    assert last in rows[-1]
+    assert bench("--list", "--sweep", sweep, "--sweep", "batch", "--case", "spec") == 0
+    assert len(capsys.readouterr().out.splitlines()) > len(rows)
+
+
 def test_command_without_a_gpu_checks_and_gives_no_figures(capsys: pytest.CaptureFixture[str]):
     assert bench("--case", "smoke") == 0
     out = capsys.readouterr().out

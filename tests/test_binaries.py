@@ -62,7 +62,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     monkeypatch.setattr(devices, "describe", lambda _: H200)
     counters = torch.zeros(1 << 16, dtype=torch.int32)
     monkeypatch.setattr(launch, "take", lambda *_, **__: partial)
-    monkeypatch.setattr(launch, "take_counters", lambda _, numel, **__: counters[:numel])
+    monkeypatch.setattr(launch, "take_counters", lambda _, __, numel, **___: counters[:numel])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     driver = SimpleNamespace(get_current_stream=lambda _: 7)
@@ -281,38 +281,42 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
+def take(like: Rows, numel: int, **options: bool) -> torch.Tensor:
+    return scratch.take(scratch.place_of(like), like, numel, **options)
+
+
 def test_scratch_is_shared_by_the_calls_of_one_stream_alone(stream: SimpleNamespace) -> None:
-    first = scratch.take(Rows(0), 1000)
+    first = take(Rows(0), 1000)
     assert first.numel() >= 1000
-    assert scratch.take(Rows(0), 900) is first
+    assert take(Rows(0), 900) is first
     stream.stream = 2
-    second = scratch.take(Rows(0), 1000)
+    second = take(Rows(0), 1000)
     assert second is not first
-    assert scratch.take(Rows(1), 1000) is not second
+    assert take(Rows(1), 1000) is not second
     stream.stream = 1
-    assert scratch.take(Rows(0), 1000) is first
-    larger = scratch.take(Rows(0), 5000)
+    assert take(Rows(0), 1000) is first
+    larger = take(Rows(0), 5000)
     assert larger.numel() >= 5000
-    assert scratch.take(Rows(0), 1000) is larger
+    assert take(Rows(0), 1000) is larger
 
 
 def test_scratch_of_a_captured_graph_is_its_own(stream: SimpleNamespace) -> None:
-    eager = scratch.take(Rows(0), 1000)
+    eager = take(Rows(0), 1000)
     stream.capturing = True
-    captured = [scratch.take(Rows(0), 1000) for _ in range(2)]
+    captured = [take(Rows(0), 1000) for _ in range(2)]
     assert len({eager.data_ptr(), *(x.data_ptr() for x in captured)}) == 3
 
 
 def test_scratch_of_a_compiled_program_is_its_own(stream: SimpleNamespace) -> None:
     """It runs in the memory of a graph that is to be captured, and that takes it all back."""
-    shared = scratch.take(Rows(0), 1000)
-    assert scratch.take(Rows(0), 1000, shared=False) is not shared
-    assert scratch.take(Rows(0), 1000) is shared
+    shared = take(Rows(0), 1000)
+    assert take(Rows(0), 1000, shared=False) is not shared
+    assert take(Rows(0), 1000) is shared
 
 
 def test_scratch_keeps_nothing_large(stream: SimpleNamespace) -> None:
     large = scratch._LIMIT + 1
-    assert scratch.take(Rows(0), large) is not scratch.take(Rows(0), large)
+    assert take(Rows(0), large) is not take(Rows(0), large)
     assert scratch._buffers == {}
 
 

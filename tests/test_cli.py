@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,9 @@ pytestmark = pytest.mark.usefixtures("user")
 class Fake:
     """Compiles nothing; narrow tiles are fast."""
 
+    def foresee(self, task: Task, configs: Sequence[KernelConfig]) -> None:
+        pass
+
     def compile(
         self, task: Task, configs: Sequence[KernelConfig]
     ) -> Generator[tuple[KernelConfig, Report | str], None, None]:
@@ -51,8 +55,8 @@ class Fake:
     def check(self, config: KernelConfig) -> str:
         return "wrong" if config.num_stages == 2 and config.kernel == PORTABLE else ""
 
-    def time(self, config: KernelConfig) -> float:
-        return 10.0 + config.block_n / 16 + config.num_warps
+    def time(self, config: KernelConfig, replays: int = 1) -> tuple[float, ...]:
+        return (10.0 + config.block_n / 16 + config.num_warps,)
 
 
 def tuned(count: int = 6) -> None:
@@ -262,6 +266,17 @@ def test_explain_without_a_gpu_says_what_it_can_do(capsys: pytest.CaptureFixture
     assert "6/2 heads of 24/40" in said
 
 
+def test_explain_shows_each_launch_of_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", "sm_90", "--no-compile", "--shape", "63x1+1024@4k"]
+    assert main(["explain", "--kernel", "paged", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert said.count("\nkernel   ") == said.count("\nconfig   ") == 2
+    assert "launch   for sequences of at most 16 queries" in said
+    assert "bucket   decode bf16 d128 group4 page16 causal q1 k4096 rows2048" in said
+    assert "launch   for sequences of 17 queries or more" in said
+    assert "bucket   paged bf16 d128 group4 page16 causal q1024 k4096 rows32768" in said
+
+
 def test_explain_says_what_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     # Turing has 64 KiB of shared memory.
     arguments = ["--target", "sm_75", "--heads", "8/1", "--head-dims", "576/512", "--dtype", "fp32"]
@@ -277,7 +292,7 @@ def test_autotune_lists_what_it_would_measure(capsys: pytest.CaptureFixture[str]
     assert main(["autotune", "--dry-run", "--target", "sm_90", "--preset", "gpt-oss"]) == 0
     said = capsys.readouterr().out
     assert "bf16 d64 group8 page16 window q1 k4096 rows2048" in said
-    assert "48 buckets" in said
+    assert "52 buckets" in said
     assert main(["autotune", "--dry-run", "--target", "sm_90", "--sample", "3"]) == 0
     assert "\n3 buckets" in capsys.readouterr().out
     everything = ["--preset", "all", "--cache-dtype", "e4m3fn", "--batch-invariant"]
@@ -285,12 +300,26 @@ def test_autotune_lists_what_it_would_measure(capsys: pytest.CaptureFixture[str]
     assert "e4m3fn d128 group4 page16 causal invariant" in capsys.readouterr().out
 
 
+def test_autotune_takes_several_caches_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """All the first ones' first, then what is one step away from them."""
+    arguments = ["--cache-dtype", "same", "e4m3fn", "--page-size", "16", "64", "--kernel", "decode"]
+    assert main(["autotune", "--dry-run", "--target", "sm_90", *arguments]) == 0
+    buckets = [line for line in capsys.readouterr().out.splitlines() if line.startswith("decode")]
+    assert len(buckets) == 40
+    where = [
+        next(i for i, bucket in enumerate(buckets) if f"{cache}d128 group4 page{page} " in bucket)
+        for cache, page in (("bf16 ", 16), ("e4m3fn ", 16), ("bf16 ", 64), ("e4m3fn ", 64))
+    ]
+    assert where == sorted(where)
+    assert where[:2] == [0, 5]  # beside the first's fifth shape
+
+
 @no_gpu
 def test_autotune_without_a_gpu_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autotune", "--kernel", "decode"]) == 2
     said = capsys.readouterr().out
     assert "nothing can be timed" in said
-    assert "8 buckets" in said
+    assert "\n10 buckets" in said
 
 
 def test_autotune_writes_tables_and_says_what_they_gain(
@@ -303,6 +332,7 @@ def test_autotune_writes_tables_and_says_what_they_gain(
     assert "[6/6]" in said
     assert "x the default" in said
     assert "geometric mean 1." in said
+    assert "seconds by step: compile " in said
     assert "refused" in said
     paths = sorted(user.rglob("*.json"))
     assert all(f"written: {path}\n" in said for path in paths)
@@ -316,13 +346,28 @@ def test_autotune_writes_tables_and_says_what_they_gain(
     assert [path.name for path in elsewhere.rglob("*.json")] == ["decode.json"]
 
 
+def test_autotune_goes_on_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["autotune", "--dry-run", "--target", "90", "--missing"]
+    with mock.patch.object(autotune.shapes, "device_of", return_value=H200):
+        assert main(arguments) == 0
+        assert "\n26 buckets" in capsys.readouterr().out
+        tuned(6)
+        capsys.readouterr()
+        assert main(arguments) == 0
+        assert "\n20 buckets" in capsys.readouterr().out
+        tuned(26)
+        capsys.readouterr()
+        assert main(arguments) == 0
+        assert "measured with these kernels already" in capsys.readouterr().out
+
+
 def test_autotune_tells_failures_and_interruptions(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(Fake):
         def check(self, config: KernelConfig) -> str:
             return "NaN"
 
     class Stopped(Fake):
-        def time(self, config: KernelConfig) -> float:
+        def time(self, config: KernelConfig, replays: int = 1) -> tuple[float, ...]:
             raise KeyboardInterrupt
 
     todo = tasks(PRESETS["smollm2"])[:2]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tritonattn import portable
+from tritonattn.device import target
 from tritonattn.inputs import Case
 from tritonattn.testing import check
+from tritonattn.tuning.config import blocks
 
 COMMON = {
     "heads": (14, 2), "head_dims": (128, 128), "dtype": torch.float32, "layout": "head_major",
@@ -68,3 +71,22 @@ FOUND = {
 @pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
 def test_attention_of_float32_keeps_to_the_budget(case: Case, device: torch.device) -> None:
     check(case, device=device)
+
+
+@pytest.mark.parametrize(("dim", "count"), [(40, 2), (88, 3), (150, 5)])
+def test_attention_of_float32_adds_up_any_number_of_blocks(
+    dim: int, count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the interpreter by itself has one or two."""
+    counts = []
+
+    def short(dim: int, dtype: torch.dtype, _) -> tuple[int, ...]:
+        widths = blocks(dim, dtype, target(90))
+        counts.append(len(widths))
+        return widths
+
+    monkeypatch.setattr(portable, "blocks", short)
+    case = Case("varlen_attention", (20, 3), (9, 1), heads=(4, 2), head_dims=(dim, 24),
+                dtype=torch.float32)  # fmt: skip
+    check(case, device=device)
+    assert set(counts) == {count}

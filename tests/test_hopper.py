@@ -234,6 +234,7 @@ def call(function: str, queries: int = 800, **options: Any) -> Any:
     q, starts, heads = rows(2 * queries, 8, 128), cumulative([queries] * 2), 2
     new = rows(2 * queries, heads, 128), rows(2 * queries, heads, 128)
     pages = (rows(40, 16, heads, 128), rows(40, 16, heads, 128), ints(2, 20))
+    options.setdefault("max_seqlen_q", queries)  # else decodes may stand beside one long sequence
     if function == VARLEN:
         return tritonattn.varlen_attention(q, *new, starts, starts, **options)
     if function == PREFIX:

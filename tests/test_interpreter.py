@@ -139,3 +139,35 @@ def test_attention_does_not_change_how_a_later_kernel_of_the_user_runs():
         """,
         **NO_GPU,
     )
+
+
+@needs_interpreter
+def test_interpreted_launch_patches_the_language_once_and_restores_it():
+    """Each call of one kernel function by another did so, for most of the time that a call took."""
+    run_script(
+        """
+        import triton.language as tl
+        from triton.runtime import interpreter
+        from test_interpreter import run_small
+
+        run_small("paged_attention")
+        assert tl.core.is_builtin(tl.load) and tl.core.is_builtin(tl.tensor.__add__)
+        patch, launch = interpreter._patch_builtin, interpreter.GridExecutor.__call__
+        patched, launched = [], []
+
+        def counted_patch(package, *args):
+            patched.append(package)
+            patch(package, *args)
+
+        def counted_launch(*args, **options):
+            launched.append(1)
+            launch(*args, **options)
+
+        interpreter._patch_builtin = counted_patch
+        interpreter.GridExecutor.__call__ = counted_launch
+        run_small("paged_attention")
+        assert patched.count(tl) == len(launched) > 0
+        print("OK")
+        """,
+        **NO_GPU,
+    )

@@ -212,4 +212,4 @@ def test_tuned_task_has_to_be_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(trials, "named", lambda *_: {"q": torch.zeros(1)})
     monkeypatch.setattr(trials, "validate", lambda _: task.problem)
     with pytest.raises(RuntimeError, match="makes a call of bucket another"):
-        trials.Trials(task, torch.device("cpu"), lambda *_: 0.0)
+        trials.Trials(task, torch.device("cpu"), trials.wall_timer, copies=1)

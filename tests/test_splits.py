@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tritonattn import launch, plan, portable, scratch
 from tritonattn.kernels.splits import Shares, Splits, find_piece, tiles_per_part
 from tritonattn.kernels.tiles import Batch
 from tritonattn.problem import MaskSpec, Problem
+from tritonattn.testing import Case, check
 from tritonattn.tuning.config import KernelConfig
 
 BLOCK_N, BLOCK_Q = 64, 16
@@ -64,7 +66,12 @@ def part_kernel(found, tiles, splits):
 
 
 def pieces(
-    lens: list[int], shares: Shares, walks: int, q_lens: list[int] | None, padding: int = 0
+    lens: list[int],
+    shares: Shares,
+    walks: int,
+    q_lens: list[int] | None,
+    padding: int = 0,
+    bounds: tuple[int, int] = (0, ANYTHING),
 ) -> list[Piece]:
     """What the programs of a paged batch's grid do; those with nothing to do are left out."""
     starts, total_q = None, len(lens)
@@ -75,7 +82,8 @@ def pieces(
         tiles += total_q // BLOCK_Q + 1
     grid = shares.programs + tiles * walks
     found = torch.full((grid, 6), -1, dtype=torch.int32)
-    batch = Batch(starts, torch.tensor(lens, dtype=torch.int32), len(lens), total_q)
+    bounds = (None, None) if starts is None else bounds
+    batch = Batch(starts, torch.tensor(lens, dtype=torch.int32), len(lens), total_q, *bounds)
     piece_kernel[(grid,)](
         found, batch, shares, walks, BLOCK_Q=BLOCK_Q, SPEC=Layout(BLOCK_N, True, False)
     )
@@ -161,6 +169,20 @@ def test_pieces_count_what_a_window_leaves_visible() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("padding", [0, 2, 30])
+def test_pieces_are_of_the_sequences_that_a_launch_is_for(padding: int) -> None:
+    """Two launches take each sequence once; the rows past the last one count as one more."""
+    lens, q_lens = [900, 3, 500, 70, 0], [1, 3, 40, 16, 0]
+    owners = []
+    for bounds in ((0, 16), (17, ANYTHING)):
+        found = pieces(lens, shares_of(5, 1), 2, q_lens, padding, bounds)
+        owners.append({piece.sequence for piece in found})
+    is_past_short = 0 < padding <= 16
+    assert owners[0] == {0, 1, 3, *([5] if is_past_short else [])}
+    assert owners[1] == {2, *([5] if padding > 16 else [])}
+
+
+@interpreted
 @pytest.mark.parametrize(("most", "fixed"), [(3, 0), (8, 0), (3, 32)])
 def test_parts_are_equal_or_of_a_fixed_size(most: int, fixed: int) -> None:
     for tiles in (0, 1, 7, 8, 100):
@@ -240,6 +262,40 @@ def test_attention_by_pieces_equals_the_oracle(function, lens, options, device):
 
 
 @pytest.mark.usefixtures("many_pieces")
+@pytest.mark.parametrize("function", [PREFIX, "paged_attention"])
+@pytest.mark.parametrize("padding", [0, 3, 50])
+def test_attention_of_decodes_beside_a_chunk_equals_the_oracle(function, padding, device) -> None:
+    """Two launches, each for sequences that the other leaves alone; the poisoned result shows rows
+    that neither of them wrote."""
+    case = Case(
+        function, (37, 3, 130, 50, 77), (9, 3, 40, 0, 1), heads=(4, 2), head_dims=(32, 32),
+        padding_rows=padding, sinks=True, poison="nan", options={"return_lse": True},
+    )  # fmt: skip
+    check(case, device=device)
+    check(case, device=device, poison_out=False)
+
+
+@pytest.mark.usefixtures("many_pieces")
+def test_kinds_part_what_may_be_short_from_what_may_be_long(device: torch.device) -> None:
+    gpu = devices.describe(device)
+    chunk = dataclasses.replace(decode(64, 4096), is_decode=False, total_q=1087, max_q=1024)
+    short, long = plan.kinds(chunk, gpu)
+    assert (short.least_q, short.most_q + 1) == (0, long.least_q)
+    assert short.problem.max_q == 1 < short.most_q < long.problem.max_q
+    whole = {
+        "all have one query": decode(64, 4096),
+        "all are short": decode(64, 4096, queries=16),
+        "all are as long as the bound": decode(8, 4096, queries=512),
+        "there is one": decode(1, 4096, queries=512),
+        "no neighbour may change the bits": dataclasses.replace(chunk, batch_invariant=True),
+        "the caller cuts them": dataclasses.replace(chunk, num_splits=2),
+        "without a cache": dataclasses.replace(chunk, cache_dtype=None, page_size=0),
+    }
+    for reason, problem in whole.items():
+        assert plan.kinds(problem, gpu) == (plan.Kind(problem),), reason
+
+
+@pytest.mark.usefixtures("many_pieces")
 def test_the_oracle_tests_do_cut_keys(device: torch.device) -> None:
     """Else the tests above would show nothing."""
     chosen = plan.plan(decode(5, 160), devices.describe(device))
@@ -252,4 +308,4 @@ def test_counters_are_zero_after_every_call(device: torch.device) -> None:
     like = torch.empty(1, device=device)
     path = Path("paged_attention", num_splits=0, small_tiles=True)
     check_case(path, (900, 3), (1, 1), device)
-    assert not scratch.take_counters(like, 64).any()
+    assert not scratch.take_counters(scratch.place_of(like), like, 64).any()

@@ -51,12 +51,14 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pa
     store.forget()
 
 
-def entry(config: KernelConfig = OTHER, **changes: Any) -> Entry:
+def entry(config: KernelConfig | None = OTHER, **changes: Any) -> Entry:
     known = Entry(config, 10.0, 12.5, DEFAULT, 11.0, "2026-01-02", source.source_hash(), "3.6.0")
     return dataclasses.replace(known, **changes)
 
 
-def write(root: Path, config: KernelConfig = OTHER, gpu: Device = H200, **changes: Any) -> Path:
+def write(
+    root: Path, config: KernelConfig | None = OTHER, gpu: Device = H200, **changes: Any
+) -> Path:
     key = changes.pop("key", KEY)
     return tables.merge(root, gpu, key.family, {key: entry(config, **changes)})
 
@@ -157,6 +159,7 @@ ENTRIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "no power of two": lambda e: e["config"].update(block_n=48),
     "too many warps": lambda e: e["config"].update(num_warps=64),
     "a negative pack": lambda e: e["config"].update(pack=-4),
+    "no configuration": lambda e: e.pop("config"),
     "no time": lambda e: e.pop("us"),
     "a time of 0": lambda e: e.update(us=0),
     "a time that is a text": lambda e: e.update(us="fast"),
@@ -245,6 +248,57 @@ def test_lookup_prefers_a_fresh_entry_over_a_stale_one_of_the_same_bucket(places
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert store.lookup(PROBLEM, H200) == THIRD
+
+
+def test_lookup_takes_a_neighbour_only_where_all_as_near_gained_much(places) -> None:
+    """An entry speaks for others the less, the less it gained and the further away it is."""
+    less, more, two = (KEY._replace(k=KEY.k + step) for step in (-1, 1, 2))
+
+    def found() -> tuple[KernelConfig, str]:
+        store.forget()
+        return store.find(PROBLEM, H200)[:2]
+
+    write(places[0], OTHER, key=less, us=10.0, default_us=10.4)
+    assert found() == (DEFAULT, "heuristic")
+    write(places[0], OTHER, key=less, us=10.0, default_us=10.6)
+    assert found() == (OTHER, "nearest")
+    write(places[0], THIRD, key=more, us=10.0, default_us=12.0)
+    assert found() == (THIRD, "nearest")  # it gained more
+    write(places[0], THIRD, key=two, us=10.0, default_us=20.0)
+    write(places[0], OTHER, key=less, us=10.0, default_us=10.4)
+    assert found() == (DEFAULT, "heuristic")  # one as near did not gain, and others are further
+    path = tables.path_of(places[0], H200.name, KEY.family)
+    path.unlink()
+    write(places[0], THIRD, key=two, us=10.0, default_us=10.9)
+    assert found() == (DEFAULT, "heuristic")
+    write(places[0], THIRD, key=two, us=10.0, default_us=11.1)
+    assert found() == (THIRD, "nearest")
+    write(places[0], THIRD, key=two, us=10.0, default_us=20.0, source="of other kernels")
+    assert found() == (DEFAULT, "heuristic")
+
+
+def test_entry_without_a_configuration_leaves_each_call_to_the_heuristic(places) -> None:
+    """Also where the heuristic tells calls of one bucket apart, and against a neighbour's gain."""
+    write(places[0], None, us=10.0, default_us=10.0)
+    write(places[0], THIRD, key=KEY._replace(k=KEY.k + 1), us=10.0, default_us=30.0)
+    found = store.find(PROBLEM, H200)
+    assert found[:2] == (DEFAULT, "tuned")
+    assert found.entry is not None
+    assert store.tuned(KEY, H200) == found.entry
+    shorter = dataclasses.replace(PROBLEM, max_k=PROBLEM.max_k - 1)
+    assert key_of(shorter) == KEY
+    assert store.lookup(shorter, H200) == heuristic(shorter, H200)
+
+
+def test_lookup_serves_float16_with_what_was_measured_in_bfloat16(places) -> None:
+    half = dataclasses.replace(
+        PROBLEM, dtype=torch.float16, out_dtype=torch.float16, cache_dtype=torch.float16
+    )
+    write(places[0], THIRD, us=10.0, default_us=10.3)
+    assert store.find(half, H200)[:2] == (THIRD, "nearest")
+    write(places[0], OTHER, key=key_of(half))
+    store.forget()
+    assert store.find(half, H200)[:2] == (OTHER, "tuned")
 
 
 def test_sibling_is_scaled_by_multiprocessors_and_shared_memory(places) -> None:

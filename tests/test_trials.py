@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -18,6 +19,7 @@ from tritonattn import device as devices
 from tritonattn.plan import plan
 from tritonattn.tuning import compile as compile_module
 from tritonattn.tuning import store
+from tritonattn.tuning import trials as trials_module
 from tritonattn.tuning.build import build, small_case
 from tritonattn.tuning.compile import Report
 from tritonattn.tuning.config import KernelConfig
@@ -25,7 +27,7 @@ from tritonattn.tuning.heuristics import heuristic
 from tritonattn.tuning.models import PRESETS, Layer
 from tritonattn.tuning.tasks import Shape, Task, tasks
 from tritonattn.tuning.trials import Trials, job_of, wall_timer
-from tritonattn.tuning.workers import Job, compile_all
+from tritonattn.tuning.workers import Compilers, Job, compile_all
 
 pytestmark = pytest.mark.usefixtures("user")
 
@@ -40,14 +42,67 @@ def test_trials_apply_a_call_once_however_often_it_is_timed(device: torch.device
     args, options = trials.calls[0]
     once = api.paged_attention(*args, **(options | {"out": None})).clone()
     assert trials.check(SIMPLE) == ""
-    for _ in range(3):
-        assert trials.time(SIMPLE) > 0
+    for _ in range(2):
+        times = trials.time(SIMPLE)
+        assert len(times) == len(SMALL.situations) == 2
+        assert min(times) > 0
     for (args, options), kept in zip(trials.calls, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(args, kept, strict=True))
         assert options["out"].isfinite().all()
+    assert trials.check(SIMPLE) == ""  # the last call had other lengths
     assert torch.allclose(trials.calls[0][1]["out"], once, atol=1e-3)
     with pytest.raises(UnsupportedError):
         trials.check(KernelConfig(16, 16, 4, 4, 1))  # more heads than a KV head has
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "deepseek-v3"])
+def test_situations_are_calls_of_one_bucket_on_the_same_tensors(preset: str) -> None:
+    for task in tasks(PRESETS[preset]):
+        own, *others = task.situations
+        assert own == task
+        assert bool(others) == (task.shape.batch > 1 and not task.shape.chunk)
+        for other in others:
+            assert dataclasses.replace(other.problem, batch=task.problem.batch) == task.problem
+            assert len(set(other.k_lens)) > 1
+            assert max(other.k_lens) == task.shape.k
+            assert all(q <= k for q, k in zip(other.q_lens, other.k_lens, strict=True))
+            assert other.table_width == task.table_width
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("decode", Shape(3, 1, 40)), ("prefill", Shape(3, 40, 40)), ("prefix", Shape(3, 5, 40)),
+     ("paged", Shape(3, 4, 40))],
+)  # fmt: skip
+def test_trials_time_the_heuristic_of_each_situation(
+    family: str, shape: Shape, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same tensors but for their lengths; other configurations are timed as they are."""
+    task = dataclasses.replace(SMALL, family=family, shape=shape)
+    used: list[tuple[KernelConfig, list[int]]] = []
+    trials = Trials(task, device, wall_timer, copies=1)
+    other = KernelConfig(16, 32, 1, 4, 1)
+    monkeypatch.setattr(
+        trials_module, "heuristic", lambda p, _: trials.default if p == task.problem else other
+    )
+
+    def note(*args, out: torch.Tensor, **options) -> None:
+        config = store.forced()
+        assert config is not None
+        used.append((config, args[-1].tolist()))
+        own, _ = trials.calls[0]
+        assert all(a is b for a, b in zip(args[:-1], own, strict=False) if a.is_floating_point())
+
+    trials.function = note
+    trials.time(trials.default)
+    trials.time(SIMPLE)
+    lengths = {tuple(lens) for _, lens in used}
+    assert len(lengths) == (2 if family == "prefill" else 1 + shape.batch)
+    assert tuple(trials.calls[0][0][-1].tolist()) in lengths
+    configs = [config for config, _ in used]
+    differ = {other} if family == "prefill" else set()
+    assert set(configs) == {trials.default, SIMPLE} | differ
+    assert configs.count(SIMPLE) == configs.count(trials.default) + configs.count(other)
 
 
 @pytest.mark.parametrize("family", ["decode", "prefill"])
@@ -131,7 +186,8 @@ def test_tuning_is_no_part_of_a_call() -> None:
         "starts = torch.tensor([0, 4], dtype=torch.int32)\n"
         "tritonattn.varlen_attention(q, k, v, starts, starts)\n"
         "loaded = {n for n in sys.modules if n.startswith('tritonattn.')}\n"
-        "unwanted = ('search', 'trials', 'run', 'workers', 'cli', 'commands', 'bench')\n"
+        "unwanted = ('search', 'outcome', 'graphs', 'trials', 'run', 'workers', 'cli',\n"
+        "            'commands', 'bench')\n"
         "print([n for n in loaded if n.split('.')[1:2] + n.split('.')[2:] and\n"
         "       any(part in unwanted for part in n.split('.'))])\n"
     )
@@ -162,3 +218,18 @@ def test_compile_all_survives_a_crash_and_reports_errors() -> None:
     assert isinstance(found[bad], str)
     assert "crashed" not in found[bad]
     assert compile_all([]) == {}
+
+
+def test_compilers_begin_with_what_is_foreseen_and_survive_its_crash() -> None:
+    good = job_of(SMALL, SIMPLE, devices.target(80))
+    bad = good._replace(config=KernelConfig(16, 8, 2, 4, 1))
+    bomb = Job(Bomb(), SIMPLE, good.plan, good.device)  # type: ignore[arg-type]
+    with contextlib.closing(Compilers(1)) as compilers:
+        compilers.foresee([bad, good])
+        begun = compilers._begun[good]
+        assert [isinstance(report, str) for _, report in compilers.compile([bad])] == [True]
+        assert isinstance(begun.result(60), Report)
+        assert dict(compilers.compile([good])) == {good: begun.result()}
+        compilers.foresee([bomb])
+        (found,) = compilers.compile([bad])
+        assert "crashed" not in found[1]  # it was another one that did

@@ -84,11 +84,13 @@ def test_blocks_of_known_dims():
     assert {dim: blocks(dim, torch.float16, target(90)) for dim in dims} == dims
 
 
-@given(st.integers(1, 576), st.sampled_from([target(90), INTERPRETER]))
-def test_blocks_of_float32_are_equal_and_short(dim: int, device: Device):
-    widths = blocks(dim, torch.float32, device)
+@given(st.integers(1, 576))
+def test_blocks_of_float32_are_equal_and_short(dim: int):
+    widths = blocks(dim, torch.float32, target(90))
     assert set(widths) < {16, 32}
     assert sum(widths) - widths[0] < dim <= sum(widths)
+    # In float64 a long sum rounds no more than a short one, and every block takes time.
+    assert blocks(dim, torch.float32, INTERPRETER) == blocks(dim, torch.float16, INTERPRETER)
 
 
 @pytest.mark.parametrize(

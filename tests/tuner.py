@@ -41,14 +41,18 @@ def user_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 class Fake:
     """A backend whose kernels take ``us`` and are what ``report`` and ``wrong`` say."""
 
-    us: Callable[[KernelConfig], float] = lambda _: 10.0
+    us: Callable[[KernelConfig], float | tuple[float, ...]] = lambda _: 10.0
     report: Callable[[KernelConfig], Report | str] = lambda _: FINE
     wrong: Callable[[KernelConfig], str] = lambda _: ""
     compiled: list[KernelConfig] = dataclasses.field(default_factory=list)
     checked: list[KernelConfig] = dataclasses.field(default_factory=list)
     timed: list[KernelConfig] = dataclasses.field(default_factory=list)
+    foreseen: list[Task] = dataclasses.field(default_factory=list)
     is_open: bool = False
     was_closed: bool = False
+
+    def foresee(self, task: Task, configs: Sequence[KernelConfig]) -> None:
+        self.foreseen.append(task)
 
     def compile(
         self, task: Task, configs: Sequence[KernelConfig]
@@ -73,10 +77,11 @@ class Fake:
         self.checked.append(config)
         return self.wrong(config)
 
-    def time(self, config: KernelConfig) -> float:
+    def time(self, config: KernelConfig, replays: int = 1) -> tuple[float, ...]:
         assert self.is_open
         self.timed.append(config)
-        return self.us(config)
+        us = self.us(config)
+        return us if isinstance(us, tuple) else (us,)
 
 
 def best_is(best: KernelConfig, us: float = 5.0) -> Callable[[KernelConfig], float]:

@@ -6,11 +6,11 @@ import torch
 
 from . import rules
 from .call import Call, Scale
-from .kernels.attention import Masking, Scoring
+from .kernels.masks import Masking
+from .kernels.softmax import Scoring
 from .kernels.tiles import Batch, Dequantise, Output, Pages, Partials, Rows, Table
+from .plan import NO_LIMIT, Kind
 from .problem import Problem
-
-NO_LIMIT = 1 << 30  # a window side this long limits nothing; longer ones would overflow int32
 
 
 def rows(tensor: torch.Tensor) -> Rows:
@@ -62,12 +62,13 @@ def table_of(call: Call, problem: Problem) -> Table | None:
     return Table(ids, call.block_indptr, stride_seq, problem.page_size)
 
 
-def batch_of(call: Call, problem: Problem) -> Batch:
+def batch_of(call: Call, problem: Problem, kind: Kind) -> Batch:
     lens = call.cu_seqlens_k
     if lens is None:
         lens = call.context_lens if call.context_lens is not None else call.seq_lens
     assert lens is not None
-    return Batch(call.cu_seqlens_q, lens, problem.batch, problem.total_q)
+    bounds = (None, None) if call.cu_seqlens_q is None else (kind.least_q, kind.most_q)
+    return Batch(call.cu_seqlens_q, lens, problem.batch, problem.total_q, *bounds)
 
 
 def masking_of(call: Call, problem: Problem) -> Masking:
@@ -96,4 +97,5 @@ def scoring_of(call: Call, problem: Problem) -> Scoring:
 
 
 def _limit(side: int | None) -> int:
+    """A window side as long as that limits nothing; longer ones would overflow int32."""
     return NO_LIMIT if side is None or side < 0 else min(side, NO_LIMIT)

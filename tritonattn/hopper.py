@@ -13,8 +13,8 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import AHEAD, DRAWN, LANES, MID, TURNS, HopperSpec, boxes
-from .plan import Plan
+from .kernels.hopper.spec import AHEAD, DRAWN, LANES, MID, SINGLE, TURNS, HopperSpec, boxes
+from .plan import Kind, Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
 
@@ -24,6 +24,7 @@ SWITCHES = {
     "lanes": LANES,
     "ahead": AHEAD,
     "mid": MID,
+    "single": SINGLE,
     "drawn": DRAWN,
 }
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last
@@ -34,6 +35,7 @@ L2_BYTES = 32 << 20  # of keys and values that stay in the L2 cache
 def prepare(
     call: Call,
     problem: Problem,
+    kind: Kind,
     plan: Plan,
     config: KernelConfig,
     gpu: Device,
@@ -53,7 +55,7 @@ def prepare(
     args = (
         boxed("q_box", call.q), boxed("k_box", call.k), boxed("v_box", call.v),
         boxed("k_pages", call.k_cache), boxed("v_pages", call.v_cache), table_of(call, problem),
-        batch_of(call, problem), scoring_of(call, problem), masking_of(call, problem),
+        batch_of(call, problem, kind), scoring_of(call, problem), masking_of(call, problem),
         output(out, lse), None if memory is None else memory[0], section(problem, gpu),
         problem.num_kv_heads,
     )  # fmt: skip

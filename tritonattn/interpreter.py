@@ -8,7 +8,9 @@ decorated for the compiler already, so it is decorated again here.  Kernels ther
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from typing import Any
 
 from . import settings
 from .errors import UnsupportedError
@@ -25,6 +27,7 @@ def enable() -> None:
     if not triton.knobs.runtime.interpret:
         triton.knobs.runtime.interpret = True
         _redecorate_library()
+    _skip_needless_work()
     if not settings.QUIET:
         print(
             "tritonattn: no GPU found, so kernels run on the CPU through Triton's interpreter: "
@@ -63,3 +66,35 @@ def _redecorate_library() -> None:
             if isinstance(value, JITFunction):
                 replacement = interpreted.setdefault(id(value), InterpretedFunction(value.fn))
                 setattr(module, name, replacement)
+
+
+def _skip_needless_work() -> None:
+    """Leave out what Triton's interpreter does for nothing, and most of its time goes to.
+
+    A launch patches Triton's language, and then each call of one kernel function by another does so
+    again.  And each sum of integers is checked for overflow, with no one told unless in debug mode.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = getattr(interpreter, "_patch_lang", None)
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options: Any = getattr(builder, "options", None)
+    if patch is None or builder is None or not hasattr(options, "sanitize_overflow"):
+        return  # another Triton's interpreter: as it comes
+    if not options.debug:
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+    seen_by: dict[object, list] = {}
+
+    def patch_once(fn):
+        if fn not in seen_by:
+            names = fn.__globals__.values()
+            seen_by[fn] = [m for m in names if m is language or m is language.core]
+        seen = seen_by[fn]
+        # Some of each thing that is patched: all are, or none.
+        probes = [language.tensor.__add__, *(module.load for module in seen)]
+        is_patched = seen and not any(language.core.is_builtin(probe) for probe in probes)
+        return interpreter._LangPatchScope() if is_patched else patch(fn)
+
+    interpreter._patch_lang = patch_once

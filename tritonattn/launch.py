@@ -14,10 +14,10 @@ import torch
 from . import binaries, device, portable, validate
 from .call import Call
 from .merge import merge_partials
-from .plan import HOPPER, Plan, plan
+from .plan import HOPPER, Kind, Plan, kinds, plan
 from .portable import Partial, share_programs
 from .problem import Problem
-from .scratch import take, take_counters
+from .scratch import place_of, take, take_counters
 from .tuning.config import KernelConfig, whole_block
 from .tuning.store import forced, lookup
 
@@ -40,17 +40,24 @@ class Ready:
 
 
 @dataclass(slots=True)
+class Launch:
+    """A launch that calls repeat which differ in addresses alone."""
+
+    attention: binaries.Repeat
+    merge: binaries.Repeat | None
+    offsets: list[int]  # of the partial results in their scratch, in bytes
+    scratch: int  # its size, in float32
+    counters: int  # int32 zeros beside it
+
+
+@dataclass(slots=True)
 class Repeats:
     """What calls that differ in addresses alone launch."""
 
     inputs: Callable[[Call], tuple[torch.Tensor, ...]]  # those that are given, in their order
-    attention: binaries.Repeat
-    merge: binaries.Repeat | None
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    offsets: list[int]  # of the partial results in their scratch, in bytes
-    scratch: int  # its size, in float32
-    counters: int  # int32 zeros beside it
+    launches: list[Launch]  # one for each kind of sequences
 
 
 _ready: dict[tuple, Ready] = {}
@@ -63,6 +70,7 @@ def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, t
     repeats = call.repeats.get(key) if call.repeats is not None else None
     if repeats is None:
         return _first(call, problem, key)
+    shared = not call.is_operator
     out = call.out
     if out is None:
         out = call.q.new_empty(repeats.out_shape)
@@ -73,17 +81,22 @@ def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, t
     results = [out.data_ptr()]
     if lse is not None:
         results.append(lse.data_ptr())
-    parts: list[int] = []
-    if repeats.offsets:
-        scratch = take(call.q, repeats.scratch, shared=not call.is_operator)
-        start = scratch.data_ptr()
-        parts = [start + offset for offset in repeats.offsets]
-    if repeats.counters:
-        counters = take_counters(call.q, repeats.counters, shared=not call.is_operator)
-        parts.append(counters.data_ptr())
-    repeats.attention(*addresses, *results, *parts)
-    if repeats.merge is not None:
-        repeats.merge(*parts, *results)
+    place = None
+    for launch in repeats.launches:
+        parts: list[int] = []
+        if launch.offsets:
+            place = place_of(call.q)
+            scratch = take(place, call.q, launch.scratch, shared=shared)
+            start = scratch.data_ptr()
+            parts = [start + offset for offset in launch.offsets]
+        if launch.counters:
+            counters = take_counters(
+                place or place_of(call.q), call.q, launch.counters, shared=shared
+            )
+            parts.append(counters.data_ptr())
+        launch.attention(*addresses, *results, *parts)
+        if launch.merge is not None:
+            launch.merge(*parts, *results)
     return out if lse is None else (out, lse)
 
 
@@ -98,8 +111,6 @@ def _first(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Run a call, and keep what others of its kind can repeat under ``key``."""
     q = call.q
-    ready = _get_ready(call, problem, *key)
-    config = ready.config
     total_q, heads, _ = q.shape
     shape, lse_shape = (total_q, heads, problem.head_dim_v), (heads, total_q)
     out = call.out
@@ -108,32 +119,56 @@ def _first(
     lse = call.lse
     if lse is None and call.return_lse:
         lse = q.new_empty(lse_shape, dtype=torch.float32)
-    partial = _partial(call, problem, ready.plan, config, shape)
+    names = [name for name in _INPUTS if isinstance(getattr(call, name), torch.Tensor)]
+    inputs = operator.attrgetter(*names)
+    # A configuration that is forced, to measure it, is for all sequences.
+    gpu = device.describe(q.device)
+    parts = (Kind(problem),) if key[-1] is not None else kinds(problem, gpu)
+    made = [_launch(call, problem, kind, key, inputs(call), out, lse) for kind in parts]
+    launches = [launch for launch in made if launch is not None]
+    if call.repeats is not None and len(launches) == len(made):
+        call.repeats[key] = Repeats(inputs, shape, lse_shape, launches)
+    return out if lse is None else (out, lse)
+
+
+def _launch(
+    call: Call,
+    problem: Problem,
+    kind: Kind,
+    key: tuple,
+    inputs: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> Launch | None:
+    """Run a call for one kind of its sequences; None if this cannot be repeated."""
+    ready = _get_ready(call, kind.problem, *key)
+    config = ready.config
+    partial = _partial(
+        call, problem, ready.plan, config, (out.shape[0], out.shape[1], out.shape[2])
+    )
     work = kernel_side(config).prepare(
-        call, problem, ready.plan, config, ready.gpu, ready.spec, out, lse, partial
+        call, problem, kind, ready.plan, config, ready.gpu, ready.spec, out, lse, partial
     )
     kernel, grid, args, constants, options = work
     # Without rows there is nothing to write, and the kernel that merges parts does not run either.
-    grid = grid if total_q else 0
-    attention = binaries.launch(kernel, grid, args, constants, options, ready.gpu, q.device)
+    grid = grid if out.shape[0] else 0
+    attention = binaries.launch(kernel, grid, args, constants, options, ready.gpu, call.q.device)
     merge = None
     if isinstance(partial, Partial) and ready.plan.cut == "parts":
         merge = merge_partials(partial.out, partial.lse, out, lse, ready.gpu, partial.counts)
-    if attention is not None and call.repeats is not None:
-        names = [name for name in _INPUTS if isinstance(getattr(call, name), torch.Tensor)]
-        inputs, repeat = operator.attrgetter(*names), binaries.Repeat(attention)
-        given = [x.data_ptr() for x in (*inputs(call), out, lse, *(partial or ())) if x is not None]
-        # Not so where an argument had to be copied into another layout.
-        if repeat.addresses == given:
-            kept = list(partial or ())
-            has_counters = ready.plan.cut == "shares" or (kept and config.kernel == HOPPER)
-            counters = kept.pop().numel() if has_counters else 0
-            call.repeats[key] = Repeats(
-                inputs, repeat, None if merge is None else binaries.Repeat(merge),
-                shape, lse_shape, [x.data_ptr() - kept[0].data_ptr() for x in kept],
-                sum(x.numel() for x in kept), counters,
-            )  # fmt: skip
-    return out if lse is None else (out, lse)
+    if attention is None:
+        return None
+    repeat = binaries.Repeat(attention)
+    given = [x.data_ptr() for x in (*inputs, out, lse, *(partial or ())) if x is not None]
+    if repeat.addresses != given:  # an argument had to be copied into another layout
+        return None
+    kept = list(partial or ())
+    has_counters = ready.plan.cut == "shares" or (kept and config.kernel == HOPPER)
+    counters = kept.pop().numel() if has_counters else 0
+    return Launch(
+        repeat, None if merge is None else binaries.Repeat(merge),
+        [x.data_ptr() - kept[0].data_ptr() for x in kept], sum(x.numel() for x in kept), counters,
+    )  # fmt: skip
 
 
 def _partial(
@@ -145,21 +180,21 @@ def _partial(
 ) -> Partial | tuple[torch.Tensor] | None:
     """Memory beside the result: for partial ones, or for Hopper's kernel two counters."""
     tokens, heads, dim = shape
-    shared = not call.is_operator
+    place, shared = place_of(call.q), not call.is_operator
     if config.kernel == HOPPER:
         is_drawn = "drawn" in config.form
-        return (take_counters(call.q, 2, shared=shared),) if is_drawn else None
+        return (take_counters(place, call.q, 2, shared=shared),) if is_drawn else None
     if plan_.cut == "":
         return None
     if plan_.cut == "shares":
         pieces = 2 * share_programs(plan_, config, problem)
         rows, block_dv = pieces * config.block_m, whole_block(dim)
-        scratch = take(call.q, rows * (block_dv + 1), shared=shared)
+        scratch = take(place, call.q, rows * (block_dv + 1), shared=shared)
         out, lse = scratch[: rows * (block_dv + 1)].split((rows * block_dv, rows))
-        return Partial(out, lse, take_counters(call.q, pieces, shared=shared))
+        return Partial(out, lse, take_counters(place, call.q, pieces, shared=shared))
     parts = plan_.num_splits
     sizes = parts * tokens * heads * dim, parts * tokens * heads, tokens * heads
-    scratch = take(call.q, sum(sizes), shared=shared)
+    scratch = take(place, call.q, sum(sizes), shared=shared)
     out, lse, counts = scratch[: sum(sizes)].split(sizes)
     return Partial(
         out.view(parts, tokens, heads, dim), lse.view(parts, heads, tokens),

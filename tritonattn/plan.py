@@ -13,16 +13,19 @@ PORTABLE, HOPPER = KERNELS = ("portable", "hopper")
 
 MAX_SPLITS = 256
 INVARIANT_SPLIT = 2048  # keys a split in batch-invariant mode, whatever the batch
-INTERPRETED = 4  # as many times that, and the interpreter shares keys out too
-MIN_SPLIT = 512  # keys that are worth a program of their own
+INTERPRETED = 8  # as many times that, and the interpreter shares keys out too
+MIN_SPLIT = 256  # keys that are worth a program of their own
 FEW = 2  # programs an SM that keep it busy
 RESIDENT = 4  # programs of few queries an SM that run at the same time
 PIECES = 8  # of equal size an SM into which a batch's keys are cut, so that gaps are filled
+NO_LIMIT = 1 << 30  # tokens
+FEW_ROWS = 64  # (query, head) rows of one KV head that wait for memory rather than for products
 SHORT = 64  # mean queries a sequence up to which lengths may differ much: decodes and a chunk
 
 MOST_DIMS = 256  # of a head, in Hopper's kernel
 # Of these few are padding there: it computes with 64, 128 or 256.
 HOPPER_DIMS = (64, 96, 112, 120, 128, 192, 224, 256)
+FEW_TILES = 768  # mean queries a sequence up to which few key tiles are seen whole by a tile
 LONG = 2048  # mean queries a sequence from which tiles of the beginning and the end differ much
 HOPPER_QUERIES = 96  # mean queries a sequence that fill its tiles of 128 well enough
 
@@ -45,6 +48,38 @@ class Plan:
     least_keys: int = 0
     kernel: str = PORTABLE  # one of KERNELS
     why: str = field(default="", compare=False)  # the kernel for Hopper was not chosen
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Sequences of a batch that one launch is for, by their number of queries.
+
+    ``problem`` is what plans and configurations are chosen for.
+    """
+
+    problem: Problem
+    least_q: int = 0
+    most_q: int = NO_LIMIT
+
+
+def kinds(problem: Problem, device: Device) -> tuple[Kind, ...]:
+    """All sequences as one kind; or decodes and chunks of prompts, which may stand in one batch and
+    want kernels that differ in all things, as one each."""
+    few = max(1, FEW_ROWS // problem.group)
+    batch, total_q, max_q = problem.batch, problem.total_q, problem.max_q
+    are_long = total_q > (batch - 1) * max_q + few  # not one of them can be short
+    if not problem.has_cache or max_q <= few or are_long:
+        return (Kind(problem),)
+    short = replace(problem, max_q=1, total_q=batch)
+    if problem.batch_invariant or _split(short, device).cut != "shares":
+        return (Kind(problem),)
+    if not _is_countable(problem, batch * FEW_ROWS):
+        return (Kind(problem),)
+    # How many and how long these are is known by bounds alone.
+    rest = max(total_q - batch, few + 1)
+    mean = max(total_q // batch, max_q // 2)
+    long = replace(problem, total_q=rest, batch=max(1, rest // mean))
+    return Kind(short, 0, few), Kind(long, few + 1)
 
 
 def plan(problem: Problem, device: Device, kernel: str = "") -> Plan:
@@ -118,20 +153,23 @@ def _split(problem: Problem, device: Device) -> Plan:
         return _parts(min(busy // programs, problem.max_k // MIN_SPLIT, MAX_SPLITS))
     if device.is_interpreter and problem.max_k < INTERPRETED * MIN_SPLIT:
         return Plan()  # programs run one after another, and each works its share out anew
-    # Few tiles; or many, of which one may see many more keys than the others.  Key tiles of 16 and
-    # tiles of a single query are counted in int32.
-    work = problem.total_q * problem.num_kv_heads * problem.group * (problem.max_k // 16 + 2)
+    # Few tiles; or many, of which one may see many more keys than the others.
     is_short = 2 * programs <= busy or problem.total_q <= SHORT * problem.batch
-    if is_short and work < 1 << 31:
+    if is_short and _is_countable(problem, problem.total_q * problem.group):
         return Plan("shares", 1, 0, PIECES * sms, RESIDENT * sms, MIN_SPLIT)
     return Plan()
+
+
+def _is_countable(problem: Problem, rows: int) -> bool:
+    """Whether as many tiles as (query, head) rows, over key tiles of 16, are counted in int32."""
+    return rows * problem.num_kv_heads * (problem.max_k // 16 + 2) < 1 << 31
 
 
 def turning_points(problem: Problem, device: Device, batch: int) -> list[int]:
     """Numbers of queries in all, of ``batch`` sequences, past which a plan or a configuration may
     be another one."""
     few = FEW * device.sm_count // (2 * problem.num_kv_heads) * 64 // problem.group
-    return [few, SHORT * batch, HOPPER_QUERIES * batch - 1, LONG * batch - 1]
+    return [few, SHORT * batch, HOPPER_QUERIES * batch - 1, FEW_TILES * batch, LONG * batch - 1]
 
 
 def _parts(num_splits: int, split_keys: int = 0) -> Plan:

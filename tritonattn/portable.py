@@ -8,7 +8,6 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import (
-    NO_LIMIT,
     batch_of,
     bytes_if_fp8,
     dequantise,
@@ -24,15 +23,18 @@ from .binaries import Options, Work
 from .boxes import Box, box
 from .call import Call
 from .device import Device
-from .kernels.attention import Masking, attention_kernel
+from .kernels.attention import attention_kernel
+from .kernels.masks import Masking
 from .kernels.spec import Spec
 from .kernels.splits import Shares, Splits
 from .kernels.tiles import Pages
-from .plan import Plan
+from .plan import NO_LIMIT, Kind, Plan
 from .problem import Problem
-from .tuning.config import KernelConfig, blocks, whole_block
+from .tuning.config import KernelConfig, blocks, shared_memory, whole_block
 
 SCRATCH = 1 << 24  # float32 numbers of partial results
+REGISTERS = 1 << 16  # of a multiprocessor
+USUAL_REGISTERS = 128  # of a thread, at most, where it has few rows
 
 
 class Partial(NamedTuple):
@@ -51,6 +53,7 @@ class Partial(NamedTuple):
 def prepare(
     call: Call,
     problem: Problem,
+    kind: Kind,
     plan: Plan,
     config: KernelConfig,
     gpu: Device,
@@ -61,14 +64,18 @@ def prepare(
 ) -> Work:
     tiles = problem.batch
     if call.cu_seqlens_q is not None:
-        tiles += problem.total_q // (config.block_m // config.pack) + 1
+        block_q = config.block_m // config.pack
+        tiles += problem.total_q // block_q + 1
+        tiles = min(tiles, (problem.batch + 1) * -(-kind.most_q // block_q))
     tiles *= problem.num_kv_heads * -(-problem.group // config.pack)
     grid = tiles * plan.num_splits
     if plan.cut == "shares" and tiles > 0:
-        grid = share_programs(plan, config, problem) + tiles
+        keys = min(problem.capacity_k, _widest(masking_of(call, problem), config))
+        parts = keys // max(1, _least_tiles(plan, config) * config.block_n) + 2
+        grid = min(share_programs(plan, config, problem) + tiles, tiles * parts)
     return Work(
         attention_kernel, grid,
-        _arguments(call, problem, plan, config, spec, out, lse, partial), {"SPEC": spec},
+        _arguments(call, problem, kind, plan, config, gpu, spec, out, lse, partial), {"SPEC": spec},
         Options(config.num_warps, config.num_stages),
     )  # fmt: skip
 
@@ -76,8 +83,10 @@ def prepare(
 def _arguments(
     call: Call,
     problem: Problem,
+    kind: Kind,
     plan: Plan,
     config: KernelConfig,
+    gpu: Device,
     spec: Spec,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -101,15 +110,15 @@ def _arguments(
         parts = partials(*partial)
         splits = Splits(plan.num_splits, -(-plan.split_keys // config.block_n))
     elif partial is not None:
-        least = -(-plan.least_keys // config.block_n)
         splits = Shares(
-            *partial, share_programs(plan, config, problem), plan.residents, least,
-            _widest(masking, config.block_m // config.pack),
+            *partial, share_programs(plan, config, problem),
+            residents(plan, config, problem, gpu), _least_tiles(plan, config),
+            _widest(masking, config),
         )  # fmt: skip
     return (
         rows(call.q), k, v, k_cache, v_cache,
         dequantise(call.k_scale), dequantise(call.v_scale), table_of(call, problem),
-        batch_of(call, problem), scoring_of(call, problem), masking, output(out, lse),
+        batch_of(call, problem, kind), scoring_of(call, problem), masking, output(out, lse),
         parts, splits, problem.num_kv_heads,
     )  # fmt: skip
 
@@ -125,10 +134,23 @@ def _boxed(tensor: torch.Tensor, spec: Spec, spare: torch.Tensor) -> Box | Tenso
     return TensorDescriptor(base, [*made.shape], [*made.strides], [*block])
 
 
-def _widest(masking: Masking, queries: int) -> int:
-    """About how many keys ``queries`` neighbours can see, however many there are."""
+def _widest(masking: Masking, config: KernelConfig) -> int:
+    """About how many keys a tile of queries can see, however many there are."""
     left, right, chunk = cast(tuple[int, int, int], masking[:3])
-    return min(left + right, chunk, NO_LIMIT) + queries
+    return min(left + right, chunk, NO_LIMIT) + config.block_m // config.pack
+
+
+def _least_tiles(plan: Plan, config: KernelConfig) -> int:
+    return -(-plan.least_keys // config.block_n)
+
+
+def residents(plan: Plan, config: KernelConfig, problem: Problem, gpu: Device) -> int:
+    """Programs that run at the same time: those that there is memory for, up to the plan's."""
+    if gpu.is_interpreter:
+        return plan.residents
+    fit = gpu.shared_memory // shared_memory(config, problem, gpu)
+    fit = min(fit, REGISTERS // (32 * config.num_warps * USUAL_REGISTERS))
+    return min(plan.residents, max(1, fit) * gpu.sm_count)
 
 
 def share_programs(plan: Plan, config: KernelConfig, problem: Problem) -> int:
@@ -143,6 +165,12 @@ def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:
     return 1 << (config.pack - 1).bit_length() if problem.is_decode else config.block_m
 
 
+def _share_step(rows: int, problem: Problem, config: KernelConfig) -> int:
+    """As many parts as registers hold without more of them than the walk over the keys takes."""
+    cells = rows * whole_block(problem.head_dim_v)
+    return min(max(1024 * config.num_warps // cells, 1), 8) if rows else 0
+
+
 def make_spec(
     problem: Problem,
     plan: Plan,
@@ -154,6 +182,7 @@ def make_spec(
     """What selects the machine code of a problem under a configuration."""
     page = problem.page_size
     mask = problem.mask
+    share_rows = _share_rows(problem, plan, config)
     return Spec(
         problem.head_dim,
         problem.head_dim_v,
@@ -183,7 +212,8 @@ def make_spec(
         not problem.is_positive or problem.has_scales or problem.has_query_scale,
         has_lse,
         plan.cut,
-        _share_rows(problem, plan, config),
+        share_rows,
+        _share_step(share_rows, problem, config),
         aligned,
         config.form == "boxes",
         gpu.is_interpreter,

@@ -9,6 +9,7 @@ nothing of that may be kept.
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +19,16 @@ _COUNTERS = 1 << 22  # int32 numbers that all calls on a GPU draw from, 16 MiB
 
 _Key = tuple[int, int, int]  # thread, GPU and stream
 
+
+class Place(NamedTuple):
+    """Where a call runs."""
+
+    key: _Key | None  # None: on a CPU
+    is_captured: bool
+
+
+NOWHERE = Place(None, False)
+
 _buffers: dict[_Key, torch.Tensor] = {}
 _counters: dict[_Key, torch.Tensor] = {}
 # By GPU: the counters that nothing has been given yet, and when all of them are zero.
@@ -25,12 +36,21 @@ _pools: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
 _lock = threading.Lock()
 
 
-def take(like: torch.Tensor, numel: int, *, shared: bool = True) -> torch.Tensor:
-    """At least ``numel`` float32 where ``like`` is, for the next kernels of its stream alone."""
+def place_of(like: torch.Tensor) -> Place:
+    """Of calls with ``like``, one of their tensors."""
     index = like.get_device()
-    if not shared or index < 0 or numel > _LIMIT or torch.cuda.is_current_stream_capturing():
+    if index < 0:
+        return NOWHERE
+    stream = triton.runtime.driver.active.get_current_stream(index)
+    key = threading.get_ident(), index, stream
+    return Place(key, torch.cuda.is_current_stream_capturing())
+
+
+def take(place: Place, like: torch.Tensor, numel: int, *, shared: bool = True) -> torch.Tensor:
+    """At least ``numel`` float32 where ``like`` is, for the next kernels of its stream alone."""
+    key = place.key
+    if not shared or key is None or numel > _LIMIT or place.is_captured:
         return like.new_empty(numel, dtype=torch.float32)
-    key = _key(index)
     buffer = _buffers.get(key)
     if buffer is None or buffer.numel() < numel:
         # A power of two, so that a growing batch seldom replaces it.
@@ -39,17 +59,18 @@ def take(like: torch.Tensor, numel: int, *, shared: bool = True) -> torch.Tensor
     return buffer
 
 
-def take_counters(like: torch.Tensor, numel: int, *, shared: bool = True) -> torch.Tensor:
+def take_counters(
+    place: Place, like: torch.Tensor, numel: int, *, shared: bool = True
+) -> torch.Tensor:
     """At least ``numel`` int32 zeros where ``like`` is, for kernels that leave them at zero.
 
     Once an eager call has made a pool of them, neither graphs nor compiled programs have to clear
     any: a captured call keeps its own for good, an eager one its stream's.
     """
-    index = like.get_device()
-    if index < 0:
+    key, is_capturing = place
+    if key is None:
         return like.new_zeros(numel, dtype=torch.int32)
-    is_capturing = torch.cuda.is_current_stream_capturing()
-    key = _key(index)
+    index = key[1]
     counters = None if is_capturing else _counters.get(key)
     if counters is None or counters.numel() < numel:
         with _lock:
@@ -65,8 +86,3 @@ def take_counters(like: torch.Tensor, numel: int, *, shared: bool = True) -> tor
             torch.cuda.current_stream(index).wait_event(is_zero)
             _counters[key] = counters
     return counters
-
-
-def _key(index: int) -> _Key:
-    stream = triton.runtime.driver.active.get_current_stream(index)
-    return threading.get_ident(), index, stream

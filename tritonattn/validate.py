@@ -48,6 +48,7 @@ def validate(call: Call) -> Problem:
         bound_k = 1 << (bound_k - 1).bit_length() if bound_k > 1 else 1
 
     key = seen = None
+    wants_grad = False
     try:
         facts = [
             call.function, call.causal, left, right, call.chunk_size, call.softcap,
@@ -64,11 +65,12 @@ def validate(call: Call) -> Problem:
                 facts.append(None)
             else:
                 facts += (x.shape, x.stride(), x.dtype, x.device)
+                wants_grad |= x.requires_grad
         known = tuple(facts)
         seen = _seen.get(known)
         key = known
     except (AttributeError, TypeError, RuntimeError):
-        pass  # not a plain tensor: _check says which
+        wants_grad = True  # perhaps: not all are plain tensors, and the rules say which is not
     if seen is None:
         limits = left is not None, right is not None
         seen = _problem(call, call_rules.check(call), *limits, bound_q, bound_k), {}
@@ -76,7 +78,7 @@ def validate(call: Call) -> Problem:
             if len(_seen) >= _SEEN_LIMIT:
                 _seen.clear()
             _seen[key] = seen
-    if _grad_enabled():
+    if wants_grad and _grad_enabled():
         _refuse_grad(call)
     problem, repeats = seen
     call.repeats = repeats if key is not None else None

@@ -14,7 +14,7 @@ from . import device as devices
 from .call import Call
 from .errors import bad_value
 from .inputs import TENSORS
-from .plan import plan, turning_points
+from .plan import kinds, plan, turning_points
 from .problem import Problem
 from .tuning import store
 from .tuning.config import KernelConfig
@@ -125,9 +125,9 @@ def choices(problem: Problem, gpu: devices.Device, *bounds: int) -> list[tuple[K
     """Configurations that calls up to the bounds may get, each with the ``num_splits`` for which a
     small call takes the same binary: 0 where keys are shared out, else 1 or 2."""
     found: dict[tuple[KernelConfig, int], None] = {}
-    for sized in _sizes(problem, gpu, *bounds):
-        config = store.find(sized, gpu).config
-        its_plan = plan(sized, gpu, config.kernel)
+    for kind in (kind for sized in _sizes(problem, gpu, *bounds) for kind in kinds(sized, gpu)):
+        config = store.find(kind.problem, gpu).config
+        its_plan = plan(kind.problem, gpu, config.kernel)
         splits = its_plan.num_splits
         if problem.num_splits < 2:  # else the caller's number
             splits = 0 if its_plan.cut == "shares" else min(splits, 2)

@@ -23,6 +23,38 @@ def _decode(title: str, lengths: tuple[int, ...], group: str = "decode", **optio
     return Case(group, title, "paged_attention", lengths, **options)
 
 
+def _sweeps() -> list[Case]:
+    """One size each, from small to large, and everything else as usual."""
+    lengths = [(f"{1 << (power - 10)}k", 1 << power) for power in range(10, 19)]
+    batches = [1 << power for power in range(9)]
+    many, long, four = (8192,) * 32, (32_768,) * 32, (4096,) * 4
+    return [
+        *(_decode(f"1 x {name} keys", (n,), "sweep-length") for name, n in lengths),
+        *(_decode(f"{batch} x 4k keys", (4096,) * batch, "sweep-batch") for batch in batches),
+        *(_prefill(f"1 x {name} tokens", (n,), "sweep-prefill") for name, n in lengths),
+        *(
+            _decode(f"pages of {size}", many, "sweep-page", page_size=size)
+            for size in (1, 4, 8, 12, 16, 32, 64, 128, 256)
+        ),
+        *(
+            _decode(f"window {window}", long, "sweep-window", window=window)
+            for window in (128, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+        ),
+        *(
+            _decode(f"32/{heads} heads", many, "sweep-ratio", heads=(32, heads))
+            for heads in (32, 16, 8, 4, 2, 1)
+        ),
+        *(
+            _decode(f"D {dim}", many, "sweep-dim", head_dims=(dim, dim))
+            for dim in (32, 64, 80, 96, 112, 128, 192, 256)
+        ),
+        *(
+            _prefill(f"D {dim}", four, "sweep-prefill-dim", head_dims=(dim, dim))
+            for dim in (32, 64, 80, 96, 112, 128, 192, 256)
+        ),
+    ]
+
+
 def _all() -> list[Case]:
     long, four = (16_384,), (4096,) * 4
     mixed, many = lognormal(64, 262_144), (8192,) * 32
@@ -95,14 +127,7 @@ def _all() -> list[Case]:
             (4096,) * 63 + (1024,), (1,) * 63 + (1024,),
         ),
     ]  # fmt: skip
-    for power in range(10, 19):
-        title = f"1 x {1 << (power - 10)}k keys"
-        cases.append(_decode(title, (1 << power,), "sweep-length"))
-    for power in range(9):
-        cases.append(_decode(f"{1 << power} x 4k keys", (4096,) * (1 << power), "sweep-batch"))
-    for power in range(10, 17):
-        title = f"1 x {1 << (power - 10)}k tokens"
-        cases.append(_prefill(title, (1 << power,), "sweep-prefill"))
+    cases += _sweeps()
     small: dict[str, Any] = {"heads": (4, 2), "head_dims": (64, 64), "group": "smoke"}
     cases += [
         _prefill("tiny prefill", (33, 20), **small),
@@ -114,3 +139,6 @@ def _all() -> list[Case]:
 
 
 ALL = tuple(_all())
+SWEEPS = tuple(
+    dict.fromkeys(case.group.removeprefix("sweep-") for case in ALL if "sweep-" in case.group)
+)

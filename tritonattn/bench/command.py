@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "groups sweep-* and smoke",
     )  # fmt: skip
     add(
+        "--sweep", action="append", choices=catalogue.SWEEPS, metavar="SIZE",
+        help=f"time against a size, of {', '.join(catalogue.SWEEPS)}; may be repeated, and be "
+        "given beside --case",
+    )  # fmt: skip
+    add(
         "--against", metavar="PEERS",
         help=f"comma-separated, of {', '.join(peers.MODULES)}, or none; default: all that import",
     )  # fmt: skip
@@ -62,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
             plots.check(args.plot)
         if args.show:
             return _conclude(Report.load(args.show), base, args)
-        cases = _cases(args.case)
+        patterns = [*(args.case or []), *(f"sweep-{size}" for size in args.sweep or [])]
+        cases = _cases(patterns)
         names = peers.chosen(args.against.split(",") if args.against is not None else None)
         if args.rounds is not None and args.rounds < 1:
             raise ValueError(f"--rounds must be at least 1; got {args.rounds}")
@@ -83,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
 
-def _cases(patterns: Sequence[str] | None) -> list[Case]:
+def _cases(patterns: Sequence[str]) -> list[Case]:
     if patterns:
         return select(catalogue.ALL, patterns)
     return [case for case in catalogue.ALL if case.group in catalogue.DEFAULT_GROUPS]
@@ -129,7 +135,11 @@ def _measure(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         device=asdict(card),
         versions=versions(),
-        settings={"cases": args.case, "effort": asdict(effort), "checked_only": args.check},
+        settings={
+            "cases": [*(args.case or []), *(args.sweep or [])],
+            "effort": asdict(effort),
+            "checked_only": args.check,
+        },
         peers=notes,
     )
     if args.json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import platform
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..tuning.graphs import capture
 from .timing import Run
 
 FALLBACK_L2 = 64 << 20  # bytes, where torch does not tell
@@ -30,26 +30,7 @@ class GpuClock:
         self.side = torch.cuda.Stream(device)
 
     def capture(self, calls: Sequence[Run]) -> Run:
-        """Not by ``torch.cuda.graph``, which collects garbage and gives memory back each time."""
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        self.side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.side):
-            calls[0]()  # what is made at a first use on this stream is made outside the graph
-            torch.cuda.synchronize(self.device)
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                for call in calls:
-                    call()
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        torch.cuda.current_stream(self.device).wait_stream(self.side)
-        graph.replay()
-        torch.cuda.synchronize(self.device)
-        return graph.replay
+        return capture(calls, self.side).replay
 
     def device_time(self, run: Run, times: int) -> list[float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]

@@ -15,8 +15,9 @@ from ..console import Bar, columns
 from ..device import Device, interpreting
 from ..errors import UnsupportedError
 from ..tuning import space, store
+from ..tuning.outcome import Outcome
 from ..tuning.run import Comparison, Run, compare_all, tune_all
-from ..tuning.search import Backend, Outcome, Progress
+from ..tuning.search import Backend, Progress
 from ..tuning.tables import path_of
 from ..tuning.tasks import Task
 from . import shapes
@@ -24,8 +25,8 @@ from . import shapes
 DESCRIPTION = """\
 Measures which configuration of each kernel is fastest on this GPU and writes it to the user's
 tables, which later processes read. What is found is written after every bucket, so that Ctrl-C and
---budget lose nothing. A configuration replaces the default only where it is 3 % faster."""
-SECONDS_A_TASK = 12
+--budget lose nothing. A configuration replaces the default only where it is surely 2 % faster."""
+SECONDS_A_TASK = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,18 +38,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="time what the tables say against the heuristic")
     add(
         "--exhaustive", action="store_true",
-        help="time every candidate to the end; with --check also says how far from the best",
+        help="time also what is unlikely to win; with --check also says how far from the best",
+    )  # fmt: skip
+    add(
+        "--missing", action="store_true",
+        help="only buckets that no table has, or from other kernels than these: go on where "
+        "--budget or Ctrl-C ended",
     )  # fmt: skip
     add("--sample", type=int, metavar="N", help="N of the buckets, drawn by --seed")
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="DIR", help="tables to write; default: the user's")
     add("--plot", type=Path, metavar="FILE.png", help="draw the speed-ups")
-    add("--jobs", type=int, metavar="N", help="processes that compile; default: all cores")
+    add("--jobs", type=int, metavar="N", help="processes that compile; default: all cores but one")
     shapes.add_target(parser, "for --dry-run, another GPU than this machine's")
 
 
 def run(args: argparse.Namespace) -> int:
     tasks = shapes.tasks_of(args)
+    if args.missing:
+        device = shapes.device_of(args)
+        tasks = [task for task in tasks if _is_missing(task, device)]
+        if not tasks:
+            print("Every bucket was measured with these kernels already.")
+            return 0
     if args.sample is not None and args.sample < len(tasks):
         tasks = random.Random(args.seed).sample(tasks, max(1, args.sample))
     if args.plot:
@@ -77,6 +89,11 @@ def run(args: argparse.Namespace) -> int:
         return measure(tasks, device, backend, budget, args.exhaustive, args.output, args.plot)
 
 
+def _is_missing(task: Task, device: Device) -> bool:
+    entry = store.tuned(task.key, device)
+    return entry is None or entry.is_stale
+
+
 def measure(
     tasks: Sequence[Task],
     device: Device,
@@ -99,13 +116,16 @@ def measure(
             files.update(
                 dict.fromkeys(store.record(device, {outcome.key: outcome.entry()}, output))
             )
-            bar.line(f"[{done}/{len(tasks)}] {_line(task, outcome)}")
+            seconds = f" [{time.monotonic() - began:.0f} s]"
+            bar.line(f"[{done}/{len(tasks)}] {_line(task, outcome)}{seconds}")
 
         progress = Progress(_shower(bar, lambda: done))
         run_ = tune_all(
             tasks, device, backend, save, budget=budget, exhaustive=exhaustive, progress=progress
         )
     _conclude(run_, list(files), time.monotonic() - began)
+    spent = ", ".join(f"{step} {seconds:.0f}" for step, seconds in progress.spent.items())
+    print(f"seconds by step: {spent}")
     if plot is not None and run_.outcomes:
         draw(run_.outcomes, plot)
         print(f"drawn: {plot}")
@@ -136,20 +156,19 @@ def check(
             progress=Progress(_shower(bar, lambda: done)),
         )  # fmt: skip
     rows: list[Sequence[object]] = [("bucket", "from", "µs", "heuristic", "ratio")]
-    rows[0] = (*rows[0], "best", "regret") if exhaustive else rows[0]
+    rows[0] = (*rows[0], "regret") if exhaustive else rows[0]
     for c in found:
         row = (
             f"{c.task.family} {c.task.key}", c.found.origin, f"{c.us:.1f}", f"{c.heuristic_us:.1f}",
-            f"{c.heuristic_us / c.us:.3f}x",
+            f"{c.ratio:.3f}x",
         )  # fmt: skip
-        regret = (f"{c.best_us:.1f}", f"{100 * (c.us / c.best_us - 1):.1f}%")
-        rows.append((*row, *regret) if exhaustive else row)
+        rows.append((*row, f"{100 * c.regret:.1f}%") if exhaustive else row)
     print(columns(rows))
     if found:
-        behind = statistics.median(100 * (c.heuristic_us / c.us - 1) for c in found)
+        behind = statistics.median(100 * (c.ratio - 1) for c in found)
         print(f"The heuristic is {behind:.1f} % behind the tables in the median.")
         if exhaustive:
-            regrets = sorted(100 * (c.us / c.best_us - 1) for c in found)
+            regrets = sorted(100 * c.regret for c in found)
             p95 = regrets[min(len(regrets) - 1, math.ceil(0.95 * len(regrets)) - 1)]
             print(
                 f"The tables are {statistics.median(regrets):.1f} % behind the best in the median, "

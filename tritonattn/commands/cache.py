@@ -104,12 +104,16 @@ def _show(args: argparse.Namespace) -> int:
         for key, entry in sorted(table.entries.items()):
             made = f"{entry.date}, triton {entry.triton}" + ", other kernels" * entry.is_stale
             gain = f"{entry.default_us / entry.us:.2f}x"
-            rows.append((key, f"{entry.us:.1f}", gain, space.describe(entry.config), made))
+            rows.append((key, f"{entry.us:.1f}", gain, _described(entry), made))
         print(columns(rows, "  "))
         count += 1
     if not count:
         print("There is no such table.")
     return 0 if count else 1
+
+
+def _described(entry: Entry) -> str:
+    return "the heuristic's" if entry.config is None else space.describe(entry.config)
 
 
 def _clear(args: argparse.Namespace) -> int:
@@ -137,7 +141,7 @@ def _diff(args: argparse.Namespace) -> int:
     rows: list[Sequence[object]] = [("", "GPU", "kernel", "bucket", "µs", "configuration")]
 
     def describe(entry: Entry) -> tuple[str, str]:
-        return f"{entry.us:.1f}", space.describe(entry.config)
+        return f"{entry.us:.1f}", _described(entry)
 
     same = 0
     for place in sorted(old.keys() | new.keys()):

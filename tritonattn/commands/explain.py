@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
 from ..device import Device
 from ..errors import UnsupportedError
-from ..plan import HOPPER, PORTABLE, plan
+from ..plan import HOPPER, NO_LIMIT, PORTABLE, Kind, kinds, plan
 from ..tuning import space, store
 from ..tuning.compile import Report
+from ..tuning.keys import family_of, key_of
 from ..tuning.store import Found
 from ..tuning.tasks import Task, describe
 from ..tuning.workers import Job, compile_all
@@ -34,13 +36,11 @@ def run(args: argparse.Namespace) -> int:
     tasks = shapes.tasks_of(args)
     if not args.shape:  # one situation of each kernel
         tasks = list({(task.layer, task.family): task for task in reversed(tasks)}.values())[::-1]
-    jobs, found, failures = {}, {}, {}
+    launches: dict[Task, list[_Launch]] = {}
+    failures: dict[Task, str] = {}
     for task in tasks:
         try:
-            found[task] = store.find(task.problem, device)
-            config = found[task].config
-            its_plan = plan(task.problem, device, config.kernel)
-            jobs[task] = Job(task.problem, config, its_plan, device)
+            launches[task] = [_launch(kind, device) for kind in kinds(task.problem, device)]
         except UnsupportedError as error:
             failures[task] = str(error)
     print(device.title)
@@ -48,24 +48,39 @@ def run(args: argparse.Namespace) -> int:
         print("No GPU is used here, so nothing is compiled. --target sm_90 explains for a GPU.")
     reports: dict[Job, Report | str] = {}
     if not device.is_interpreter and not args.no_compile:
-        reports = compile_all(list(jobs.values()))
+        reports = compile_all([launch.job for mine in launches.values() for launch in mine])
     for task in tasks:
         print()
         print(f"call     {task}")
         print(f"problem  {describe(task.problem)}")
         if task in failures:
             print(f"cannot run: {failures[task]}")
-        else:
-            _explain(task, found[task], jobs[task], reports.get(jobs[task]), device)
+        for launch in launches.get(task, ()):
+            _explain(launch, reports.get(launch.job), device)
     return 1 if failures or any(isinstance(report, str) for report in reports.values()) else 0
 
 
-def _explain(
-    task: Task, found: Found, job: Job, report: Report | str | None, device: Device
-) -> None:
+class _Launch(NamedTuple):
+    kind: Kind
+    found: Found
+    job: Job
+
+
+def _launch(kind: Kind, device: Device) -> _Launch:
+    found = store.find(kind.problem, device)
+    its_plan = plan(kind.problem, device, found.config.kernel)
+    return _Launch(kind, found, Job(kind.problem, found.config, its_plan, device))
+
+
+def _explain(launch: _Launch, report: Report | str | None, device: Device) -> None:
     arch = f"sm_{device.arch}" if device.backend == "cuda" else device.arch
+    kind, found, job = launch
+    if kind.most_q < NO_LIMIT:
+        print(f"launch   for sequences of at most {kind.most_q} queries")
+    elif kind.least_q:
+        print(f"launch   for sequences of {kind.least_q} queries or more")
     kernel = KERNEL_NAMES[found.config.kernel]
-    print(f"kernel   {kernel}{_why(task, found, device)}")
+    print(f"kernel   {kernel}{_why(kind, found, device)}")
     splits, parts = job.plan.num_splits, "in one part"
     if job.plan.cut == "parts":
         parts = f"in {splits} parts"
@@ -74,7 +89,7 @@ def _explain(
     elif job.plan.cut == "shares":
         parts = f"in equal shares for {job.plan.programs} programs, by the lengths on the device"
     print(f"plan     keys {parts}")
-    print(f"bucket   {task.family} {task.key}")
+    print(f"bucket   {family_of(kind.problem)} {key_of(kind.problem)}")
     print(f"config   {space.describe(found.config)}")
     print(f"from     {origin(found)}")
     if report is None:
@@ -95,11 +110,11 @@ def _explain(
         print("         merge_kernel, which joins the parts of what was cut")
 
 
-def _why(task: Task, found: Found, device: Device) -> str:
+def _why(kind: Kind, found: Found, device: Device) -> str:
     """Why not Hopper's kernel, where that is a question."""
     if found.config.kernel == HOPPER or (device.backend, device.arch) != ("cuda", 90):
         return ""
-    return f": {plan(task.problem, device).why or 'as its configuration says'}"
+    return f": {plan(kind.problem, device).why or 'as its configuration says'}"
 
 
 def origin(found: Found) -> str:
@@ -111,6 +126,8 @@ def origin(found: Found) -> str:
     times = f"{found.entry.us:.1f} µs, the default {found.entry.default_us:.1f} µs"
     stale = ", measured with other kernels: a guess" if found.entry.is_stale else ""
     made = f"{times}, {found.entry.date}{stale}"
+    if found.entry.config is None:
+        made = f"the heuristic, than which nothing was clearly faster: {made}"
     if found.origin == "tuned":
         return f"{found.table}: {made}"
     kind = "the nearest bucket" if found.origin == "nearest" else "a related GPU's bucket"

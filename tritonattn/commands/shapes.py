@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 
 import torch
@@ -21,6 +22,7 @@ MULTIPROCESSORS = {
     121: 48, "gfx90a": 104, "gfx942": 304, "gfx950": 256, "gfx1100": 96, "gfx1101": 60,
     "gfx1200": 32, "gfx1201": 64,
 }  # fmt: skip
+QUERIES = "same"  # a cache's dtype
 _SIZE = re.compile(r"(\d+)(k?)")
 
 
@@ -39,9 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="B sequences of Q queries on K keys: 32x1@8k, 4x4k@4k, 63x1+1024@4k (one more, of "
         "1024 queries); default: some of each kernel",
     )  # fmt: skip
-    add("--dtype", choices=DTYPES.values(), default="bf16")
-    add("--cache-dtype", choices=FP8_FORMATS.values(), help="default: that of the queries")
-    add("--page-size", type=_at_least_one, default=16, metavar="TOKENS")
+    add("--dtype", nargs="+", choices=DTYPES.values(), default=["bf16"])
+    add(
+        "--cache-dtype", nargs="+", choices=[QUERIES, *FP8_FORMATS.values()], default=[QUERIES],
+        help=f"default: {QUERIES}, that of the queries",
+    )  # fmt: skip
+    add("--page-size", nargs="+", type=_at_least_one, default=[16], metavar="TOKENS")
     add("--batch-invariant", action="store_true")
     custom = parser.add_argument_group("for --preset custom")
     add = custom.add_argument
@@ -80,10 +85,22 @@ def tasks_of(args: argparse.Namespace, default: str = "llama3-8b") -> list[Task]
             ]  # fmt: skip
     if "custom" not in names and (args.heads or args.head_dims):
         raise _refusal("--heads and --head-dims belong to --preset custom; give that or neither")
-    dtype = next(dtype for dtype, name in DTYPES.items() if name == args.dtype)
-    cache = next((dtype for dtype, name in FP8_FORMATS.items() if name == args.cache_dtype), None)
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    caches = {name: dtype for dtype, name in FP8_FORMATS.items()}
+    # Nearest to the first of each first, and of these other caches before other pages, whose
+    # configurations differ less.
+    variants = sorted(
+        itertools.product(
+            enumerate(args.dtype), enumerate(args.cache_dtype), enumerate(args.page_size)
+        ),
+        key=lambda variant: (sum(i for i, _ in variant), variant[2][0]),
+    )
     found = tasks(
-        layers, args.kernel, args.shape, dtype=dtype, cache_dtype=cache, page_size=args.page_size,
+        layers, args.kernel, args.shape,
+        [
+            {"dtype": dtypes[dtype], "cache_dtype": caches.get(cache), "page_size": size}
+            for (_, dtype), (_, cache), (_, size) in variants
+        ],
         causal=not args.not_causal, batch_invariant=args.batch_invariant,
     )  # fmt: skip
     if not found:

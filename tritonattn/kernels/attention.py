@@ -14,8 +14,9 @@ import triton.language as tl
 
 from . import masks, softmax
 from .casts import split_power
+from .results import rows_to_store, store_rows, store_share, store_whole
 from .splits import find_piece, tiles_per_part
-from .tiles import find_sequence, load_scale, load_tile, store_tile
+from .tiles import find_sequence, load_scale, load_tile, tile_rows
 from .walk import Queries, Source, attend
 
 
@@ -46,37 +47,6 @@ class Place(NamedTuple):
     count: object
 
 
-class Scoring(NamedTuple):
-    softmax_scale: object
-    softcap: object
-    query_scale: object  # [total_q] or None
-    alibi_slopes: object  # [Hq] or [B, Hq] or None
-    stride_alibi_seq: object
-    stride_alibi_head: object
-    sinks: object  # [Hq] or None
-    stride_sinks: object
-
-
-class Masking(NamedTuple):
-    left: object
-    right: object
-    chunk: object
-    tree: object  # [total_q, width] bytes or None
-    stride_tree_row: object
-    stride_tree_col: object
-    tree_width: object
-
-
-@triton.jit
-def tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC):
-    """(token in the sequence, query head, whether there is such a row) of a tile's rows."""
-    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
-    offs_q = tile * BLOCK_Q + offs_m // SPEC.PACK
-    head_in_group = head_block * SPEC.PACK + offs_m % SPEC.PACK
-    row_ok = (offs_q < len_q) & (offs_m < BLOCK_Q * SPEC.PACK) & (head_in_group < SPEC.GROUP)
-    return offs_q, (kv_head * SPEC.GROUP + head_in_group).to(tl.int64), row_ok
-
-
 @triton.jit
 def visible_keys(pos, num_keys, masking, SPEC):
     return masks.interval(
@@ -98,40 +68,6 @@ def load_blocks(row_ptrs, row_ok, SPEC):
 
 
 @triton.jit
-def store_tile_rows(rows, acc, row_ok, SPEC):
-    store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
-
-
-@triton.jit
-def store_part(partials, acc, lse, part, token, head, row_ok, SPEC):
-    part = part.to(tl.int64)
-    rows = partials.ptr + part * partials.stride_part + head * partials.stride_head
-    store_tile_rows(rows + token.to(tl.int64) * partials.stride_token, acc, row_ok, SPEC)
-    lses = partials.lse + part * partials.stride_lse_part + head * partials.stride_lse_head
-    tl.store(lses + token, lse, mask=row_ok)
-
-
-@triton.jit
-def store_whole(output, acc, lse, token, head, row_ok, SPEC):
-    rows = output.ptr + token.to(tl.int64) * output.stride_token + head * output.stride_head
-    store_tile_rows(rows, acc, row_ok, SPEC)
-    if SPEC.HAS_LSE:
-        tl.store(output.lse + head * output.stride_lse_head + token, lse, mask=row_ok)
-
-
-@triton.jit
-def store_rows(output, partials, acc, lse, part, parts, token, head, row_ok, SPEC):
-    """A tile's rows of out and lse, or of one of their parts; ``token`` counts over the batch."""
-    if part == 0:
-        counts = partials.counts + head * partials.stride_lse_head + token
-        tl.store(counts, tl.zeros_like(token) + parts, mask=row_ok)
-    if parts > 1:
-        store_part(partials, acc, lse, part, token, head, row_ok, SPEC)
-    else:
-        store_whole(output, acc, lse, token, head, row_ok, SPEC)
-
-
-@triton.jit
 def queries_of(sequence, batch):
     """(first token, tokens) of a sequence; sequence num_seqs are the rows past the last one."""
     if batch.cu_seqlens_q is not None:
@@ -142,6 +78,15 @@ def queries_of(sequence, batch):
         start = sequence
         end = sequence + 1
     return start, end - start
+
+
+@triton.jit
+def is_elsewhere(len_q, batch):
+    """Whether a sequence of so many queries is another launch's."""
+    elsewhere = len_q < 0
+    if batch.cu_seqlens_q is not None:
+        elsewhere = (len_q < batch.least_q) | (len_q > batch.most_q)
+    return elsewhere
 
 
 @triton.jit
@@ -293,18 +238,6 @@ def tile_range(tile, shift, len_q, len_k, inputs, SPEC):
 
 
 @triton.jit
-def rows_to_store(place, q_start, len_q, num_kv_heads, ROWS: tl.constexpr, SPEC):
-    """(token, head, whether there is such a row) of the first ROWS of a tile."""
-    # From a zero that the compiler cannot see through: what only the end needs would otherwise hold
-    # a dozen registers all through the loops.
-    offs_m = tl.arange(0, ROWS) + (num_kv_heads >> 30)
-    offs_q, head, row_ok = tile_rows(
-        offs_m, place.tile, len_q, place.head_block, place.kv_head, SPEC
-    )
-    return q_start + offs_q, head, row_ok
-
-
-@triton.jit
 def attention_kernel(
     q,  # Rows
     k,  # packed keys: Rows, a descriptor if SPEC.BOXES, or None
@@ -363,7 +296,7 @@ def attention_kernel(
         if batch.cu_seqlens_q is not None:
             sequence, tile = find_sequence(batch.cu_seqlens_q, batch.num_seqs, sequence, BLOCK_Q)
         q_start, len_q = queries_of(sequence, batch)
-        if tile * BLOCK_Q >= len_q:
+        if (tile * BLOCK_Q >= len_q) | is_elsewhere(len_q, batch):
             return
         parts = 1
         share = 0
@@ -383,66 +316,3 @@ def attention_kernel(
             store_rows(output, partials, out, lse, part, parts, token, head, row_ok, SPEC)
         else:
             store_whole(output, out, lse, token, head, row_ok, SPEC)
-
-
-@triton.jit
-def store_share(shares, output, out, lse, place, piece, q_start, len_q, num_kv_heads, SPEC):
-    """A tile's rows, or one piece of them, of which the last program to get there merges all."""
-    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
-    if piece.parts == 1:
-        store_whole(output, out, lse, token, head, row_ok, SPEC)
-    else:
-        rows = (piece.first + piece.part).to(tl.int64) * SPEC.BLOCK_M + tl.arange(0, SPEC.BLOCK_M)
-        cells = rows[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
-        tl.store(shares.ptr + cells, out, mask=row_ok[:, None])
-        tl.store(shares.lse + rows, lse, mask=row_ok)
-        tl.debug_barrier()  # all of this program's stores come before its arrival
-        counter = shares.arrivals + piece.first
-        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if arrived == piece.parts - 1:
-            tl.store(counter, 0)
-            merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC)
-
-
-@triton.jit
-def merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC):
-    """A tile's rows from all of its pieces, in their order."""
-    # One query a sequence fills as many rows as there are heads in a tile.
-    ROWS: tl.constexpr = SPEC.SHARE_ROWS
-    CELLS: tl.constexpr = ROWS * SPEC.BLOCK_DV
-    MANY: tl.constexpr = 4096 // CELLS if CELLS < 4096 else 1
-    STEP: tl.constexpr = (
-        MANY if MANY < 32 else 32
-    )  # loads of so many parts are on their way at once
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, SPEC.BLOCK_DV)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, SPEC.BLOCK_DV], tl.float32)
-    for start in tl.range(0, piece.parts, STEP):
-        part = start + tl.arange(0, STEP)
-        ok = part < piece.parts
-        row = (piece.first + part).to(tl.int64)[:, None] * SPEC.BLOCK_M + rows[
-            None, :
-        ]  # [STEP, ROWS]
-        cell = row[:, :, None] * SPEC.BLOCK_DV + cols[None, None, :]
-        # Other programs wrote them: not from this multiprocessor's own cache.
-        part_lse = tl.load(
-            shares.lse + row, mask=ok[:, None], other=float("-inf"), cache_modifier=".cg"
-        )
-        part_out = tl.load(
-            shares.ptr + cell, mask=ok[:, None, None], other=0.0, cache_modifier=".cg"
-        )
-        m_new = tl.maximum(row_max, tl.max(part_lse, 0))
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp(row_max - shift)
-        weight = tl.exp(part_lse - shift[None, :])
-        row_sum = row_sum * alpha + tl.sum(weight, 0)
-        acc = acc * alpha[:, None] + tl.sum(part_out * weight[:, :, None], 0)
-        row_max = m_new
-    is_empty = row_sum == 0.0
-    divisor = tl.where(is_empty, 1.0, row_sum)
-    out = tl.math.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
-    lse = tl.where(is_empty, float("-inf"), row_max + tl.log(divisor))
-    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, ROWS, SPEC)
-    store_whole(output, out, lse, token, head, row_ok, SPEC)

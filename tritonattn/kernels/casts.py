@@ -43,11 +43,12 @@ def as_loaded(tile, rows):
 
     It then passes through shared memory as 16-bit numbers, of which the second operand of a product
     is read eight at a time, where bytes are read one by one.  An instruction that looks at
-    ``rows`` [N] as well is not moved behind that; the assembler drops it.
+    ``rows`` [N] as well is not moved behind that; the assembler drops it.  As it is not said to be
+    pure, the operands' layout is not chosen for the bytes that came before it either.
     """
     rows = tl.broadcast_to(rows[:, None], tile.shape)
     return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r", [tile, rows], dtype=tile.dtype, is_pure=True, pack=2
+        "mov.b32 $0, $1;", "=r,r,r,r", [tile, rows], dtype=tile.dtype, is_pure=False, pack=2
     )
 
 

@@ -6,8 +6,20 @@ of queries needs to visit, and which part of that needs no mask at all, follow f
 its first and its last query.  A further rule is a few lines in ``interval``.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Masking(NamedTuple):
+    left: object
+    right: object
+    chunk: object
+    tree: object  # [total_q, width] bytes or None
+    stride_tree_row: object
+    stride_tree_col: object
+    tree_width: object
 
 
 @triton.jit

@@ -9,11 +9,24 @@ With s the scores times log2(e), m the running maximum and l the running sum of 
 and at the end out = acc / l, lse = ln(2) (m + log2(l)).
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+class Scoring(NamedTuple):
+    softmax_scale: object
+    softcap: object
+    query_scale: object  # [total_q] or None
+    alibi_slopes: object  # [Hq] or [B, Hq] or None
+    stride_alibi_seq: object
+    stride_alibi_head: object
+    sinks: object  # [Hq] or None
+    stride_sinks: object
 
 
 @triton.jit

@@ -39,6 +39,7 @@ class Spec(NamedTuple):
     HAS_LSE: bool
     SPLIT: str  # how a tile's keys may be cut: "" not at all, "parts" or "shares"
     SHARE_ROWS: int  # rows of a tile that can hold a query, where it is merged from shares
+    SHARE_STEP: int  # of its parts, those whose loads are on their way at once
     ALIGNED: bool  # every row starts on 16 bytes
     BOXES: bool  # packed keys and values come as descriptors [heads, tokens, dim]
     INTERPRETED: bool

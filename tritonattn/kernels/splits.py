@@ -75,9 +75,11 @@ def _tiles(start, batch, widest, STEP: tl.constexpr, BLOCK_Q: tl.constexpr, SPEC
         is_row = offs <= batch.num_seqs
         first = tl.load(batch.cu_seqlens_q + offs, mask=is_row, other=batch.total_q)
         last = tl.load(batch.cu_seqlens_q + offs + 1, mask=known, other=batch.total_q)
-        queries = tl.cdiv(last - first, BLOCK_Q)
+        len_q = last - first
+        is_mine = (len_q >= batch.least_q) & (len_q <= batch.most_q)
+        queries = tl.where(is_mine, tl.cdiv(len_q, BLOCK_Q), 0)
         if SPEC.HAS_CACHE and SPEC.HAS_NEW:
-            len_k += tl.where(known, last - first, 0)
+            len_k += tl.where(known, len_q, 0)
     # What a window leaves may begin anywhere in a tile.
     keys = tl.minimum(tl.cdiv(len_k, SPEC.BLOCK_N), tl.cdiv(widest, SPEC.BLOCK_N) + 1)
     return queries, tl.maximum(keys, 1)
@@ -98,9 +100,10 @@ def find_piece(number, batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
     work = tl.sum(total, 0)
     longest = tl.max(most, 0)
     tiles = batch.num_seqs if batch.cu_seqlens_q is None else tl.sum(count, 0)
-    share = tl.cdiv(work * walks, shares.programs)
     is_even = work == longest * tiles
-    if is_even:
+    if not is_even:
+        share = tl.cdiv(work * walks, shares.programs)
+    else:
         # No piece is to wait for the end of another: as many of each tile as run at the same time.
         share = tl.cdiv(longest, tl.maximum(shares.residents // tl.maximum(tiles * walks, 1), 1))
     share = tl.maximum(share, shares.least)

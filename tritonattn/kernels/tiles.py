@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .casts import round_to
+from .casts import round_to, widen
 
 
 class Rows(NamedTuple):
@@ -48,12 +48,18 @@ class Table(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """``lens`` are cumulative for packed keys (varlen), else counts: of keys in the cache."""
+    """``lens`` are cumulative for packed keys (varlen), else counts: of keys in the cache.
+
+    A launch is for the sequences of ``least_q`` to ``most_q`` queries, the rows past the last
+    sequence counting as one more; others are left to another launch.
+    """
 
     cu_seqlens_q: object  # None: one query a sequence
     lens: object
     num_seqs: object
     total_q: object
+    least_q: object  # None, as most_q, where each sequence has one query
+    most_q: object
 
 
 class Output(NamedTuple):
@@ -119,6 +125,16 @@ def find_row(cu_seqlens, num_seqs, num_steps, rows, BLOCK: tl.constexpr):
         high = tl.where(is_right, high, middle - 1)
         step += 1
     return sequence
+
+
+@triton.jit
+def tile_rows(offs_m, tile, len_q, head_block, kv_head, SPEC):
+    """(token in the sequence, query head, whether there is such a row) of a tile's rows."""
+    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
+    offs_q = tile * BLOCK_Q + offs_m // SPEC.PACK
+    head_in_group = head_block * SPEC.PACK + offs_m % SPEC.PACK
+    row_ok = (offs_q < len_q) & (offs_m < BLOCK_Q * SPEC.PACK) & (head_in_group < SPEC.GROUP)
+    return offs_q, (kv_head * SPEC.GROUP + head_in_group).to(tl.int64), row_ok
 
 
 @triton.jit
@@ -208,9 +224,16 @@ def store_tile(
 def dot(a, b, acc, INTERPRETED: tl.constexpr):
     """a b + acc in float32; float32 operands are multiplied as such, not tf32.  ``acc`` None: zero.
 
-    The interpreter multiplies a bfloat16's bits, so there the operands are widened first.
+    The interpreter multiplies a bfloat16's bits, so there the operands are widened first, and as
+    far as to float64, as BLAS would sum float32 one product after the other: what that rounds
+    depends on the machine, and to be shorter sums must be many.
     """
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+        a = widen(a, INTERPRETED).to(tl.float64)
+        b = widen(b, INTERPRETED).to(tl.float64)
+        if acc is not None:
+            acc = acc.to(tl.float64)
+        product = tl.dot(a, b, acc, out_dtype=tl.float64).to(tl.float32)
+    else:
+        product = tl.dot(a, b, acc, input_precision="ieee")
+    return product

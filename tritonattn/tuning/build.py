@@ -11,6 +11,8 @@ from ..inputs import TENSORS, Case, cumulative
 from ..plan import plan
 from .tasks import Task
 
+MOST_BYTES = 4 << 30  # of a cache
+
 CallTensors = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments and options
 
 
@@ -48,13 +50,12 @@ def build(task: Task, where: torch.device) -> CallTensors:
             return torch.randn(shape, dtype=dtype, **how)
         # By parts, as the values are drawn in a wider type.
         x = torch.empty(shape, dtype=dtype, **how)
-        for part in x.split(256):
+        for part in x.view(-1).split(1 << 24):
             part.copy_(torch.randn(part.shape, dtype=torch.float16, **how))
         return x
 
     q = rows(total_q, layer.num_heads, layer.head_dim)
-    starts = cumulative(task.q_lens).to(where)
-    lens = torch.tensor(task.cached_lens, dtype=torch.int32, **how)
+    lengths = _lengths(task, where)
     options: dict[str, Any] = {**task.scalars, **task.max_seqlens}
     options["out"] = torch.empty(total_q, layer.num_heads, layer.value_dim, dtype=q.dtype, **how)
     total_k = sum(task.k_lens) if task.family == "prefill" else total_q
@@ -66,10 +67,15 @@ def build(task: Task, where: torch.device) -> CallTensors:
         )
     cache: tuple[torch.Tensor, ...] = ()
     if task.family != "prefill":
-        pages = batch * task.table_width
+        stored, entries = task.cache_dtype or task.dtype, batch * task.table_width
+        row = layer.num_kv_heads * (layer.head_dim + layer.value_dim) * stored.itemsize
+        # Much more than the L2 cache is enough: beyond it sequences share pages.
+        most = max(task.table_width, MOST_BYTES // (row * task.page_size))
+        pages = min(entries, most)
         pool = (pages, task.page_size, layer.num_kv_heads)
-        stored = task.cache_dtype or task.dtype
-        ids = torch.randperm(pages, **how).int().view(batch, task.table_width)
+        count = max(1, -(-entries // most))
+        orders = [torch.randperm(pages, **how).int() for _ in range(count)]
+        ids = torch.cat(orders)[:entries].view(batch, task.table_width)
         pools = (rows(*pool, dim, dtype=stored) for dim in (layer.head_dim, layer.value_dim))
         cache = (*pools, ids)
     if layer.alibi:
@@ -78,13 +84,34 @@ def build(task: Task, where: torch.device) -> CallTensors:
         options["sinks"] = rows(layer.num_heads)
     if layer.query_scale:
         options["query_scale"] = torch.rand(total_q, **how) + 0.5
-    if function == "varlen_attention":
-        return (q, *new, starts, cumulative(task.k_lens).to(where)), options
-    if function == "prefix_attention":
-        return (q, *new, *cache, starts, lens), options
     if task.family == "paged":
-        options["cu_seqlens_q"] = starts
-    return (q, *cache, lens), options
+        options["cu_seqlens_q"] = lengths["cu_seqlens_q"]
+    ends = [lengths[name] for name in TENSORS[function] if name in lengths]
+    return (q, *new, *cache, *ends), options
+
+
+def with_lengths(call: CallTensors, task: Task, turn: int = 0) -> CallTensors:
+    """The call on the same tensors with the lengths of ``task``, a situation of its task.
+
+    Each ``turn`` gives cached lengths to other sequences, so that calls read other pages: the keys
+    of short sequences would stay in the L2 cache.
+    """
+    args, options = call
+    lengths = _lengths(task, args[0].device, turn)
+    names = TENSORS[task.function]
+    changed = [lengths.get(name, x) for name, x in zip(names, args, strict=True)]
+    return tuple(changed), {name: lengths.get(name, x) for name, x in options.items()}
+
+
+def _lengths(task: Task, where: torch.device, turn: int = 0) -> dict[str, torch.Tensor]:
+    """By argument."""
+    starts = cumulative(task.q_lens).to(where)
+    if task.family == "prefill":
+        return {"cu_seqlens_q": starts, "cu_seqlens_k": cumulative(task.k_lens).to(where)}
+    lens = torch.tensor(task.cached_lens, dtype=torch.int32, device=where)
+    if task.is_mixed:
+        lens = lens.roll(turn)
+    return {"cu_seqlens_q": starts, "context_lens": lens, "seq_lens": lens}
 
 
 def named(function: str, call: CallTensors) -> dict[str, Any]:

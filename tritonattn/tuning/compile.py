@@ -13,7 +13,7 @@ import torch
 from .. import binaries
 from ..call import Call
 from ..device import Device
-from ..plan import HOPPER, Plan
+from ..plan import HOPPER, Kind, Plan
 from ..problem import Problem
 from .config import KernelConfig
 
@@ -80,7 +80,9 @@ def compile_attention(problem: Problem, config: KernelConfig, plan: Plan, device
         partial = Partial(call.out[None].float(), lse, counts)
     side = kernel_side(config)
     spec = side.make_spec(problem, plan, config, device, False, problem.rows_aligned)
-    work = side.prepare(call, problem, plan, config, device, spec, call.out, None, partial)
+    work = side.prepare(
+        call, problem, Kind(problem), plan, config, device, spec, call.out, None, partial
+    )
     binary = binaries.compile_for(work.kernel, work.args, work.constants, work.options, device)
     return report(binary)
 

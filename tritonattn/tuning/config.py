@@ -15,7 +15,7 @@ from ..problem import Problem
 # "boxes": packed keys and values are copied by TMA instead of through pointers.  A form of Hopper's
 # kernel is a set of switches, which kernels/hopper/spec.py explains.
 FORMS = ("textbook", "boxes")
-HOPPER_SWITCHES = ("turns", "lanes", "ahead", "mid", "drawn")
+HOPPER_SWITCHES = ("turns", "lanes", "ahead", "mid", "single", "drawn")
 HOPPER_FORMS = tuple(
     "+".join(names) or "plain"
     for count in range(len(HOPPER_SWITCHES) + 1)
@@ -70,11 +70,11 @@ def whole_block(dim: int) -> int:
 def blocks(dim: int, dtype: torch.dtype, device: Device) -> tuple[int, ...]:
     """The powers of two that cover a head's dims: 192 by 128 and 64, 80 by 64 and 16, 120 by 128.
 
-    float32 by many small ones, as a long sum's rounding grows with its length.  BLAS on a GPU sums
-    one product after the other, and on a CPU as many sums at a time as a register has lanes.
+    float32 by many small ones, as a long sum's rounding grows with its length and a GPU sums one
+    product after the other.  The interpreter sums in float64.
     """
-    if dtype == torch.float32:
-        width = 16 if dim <= 16 or (device.is_interpreter and dim <= 128) else 32
+    if dtype == torch.float32 and not device.is_interpreter:
+        width = 16 if dim <= 16 else 32
         return (width,) * -(-dim // width)
     whole = whole_block(dim)
     half = whole // 2
@@ -168,6 +168,7 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
 
     if not has_tensor_cores(device):  # operands widened to float32, and no copies in flight
         return 4 * (m * d + n * max(d, dv) + m * n) + 1024
+    tree = 4 * m * n if problem.mask.has_tree else 0
     # Copies in flight: wgmma still reads a tile while the next ones arrive.  Behind a look-up of
     # page ids, which is a stage of its own, half as many.
     if has_warpgroup_mma(device) and itemsize == 2 and m >= 64 and config.num_warps >= 4:
@@ -175,10 +176,13 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
         probabilities = 0
     else:
         packed, paged = max(1, stages - 1), max(1, (stages - 1) // 2)
+    if problem.cache_format and not problem.has_new and packed < stages:
+        # Bytes until they are multiplied; values pass through once more as 16-bit numbers.
+        flight = paged * n * (d + dv) + n * max(d, dv) * itemsize
+        return queries + flight + probabilities + tree + 1024
     flight = packed * keys if problem.has_new else paged * keys
     if problem.has_new and problem.has_cache:
         flight = max(packed, paged) * keys
-    tree = 4 * m * n if problem.mask.has_tree else 0
     return queries + flight + probabilities + tree + 1024
 
 

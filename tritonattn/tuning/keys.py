@@ -132,7 +132,6 @@ def distance(wanted: Key, other: Key) -> int | None:
         page = 2 if min(sizes) < 1 else abs(log2(sizes[0]) - log2(sizes[1])) // 2
     mask = 3 * (wanted.mask != other.mask)
     far = 2 * (group + q) + abs(wanted.k - other.k) + abs(wanted.rows - other.rows) + page + mask
-    far += len(dtypes) - 1
     return far if far <= MAX_DISTANCE else None
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..device import Device
 from . import store
 from .config import KernelConfig
 from .heuristics import heuristic
-from .search import Backend, GpuLostError, Outcome, Progress, one_line, tune
+from .outcome import Outcome, Sample, cost
+from .search import Backend, GpuLostError, Progress, one_line, tried, tune
 from .store import Found
 from .tasks import Task
+
+AHEAD = 12  # tasks whose candidates compile while one is timed
+REPLAYS = 3  # in a sample of a comparison
 
 
 @dataclass
@@ -46,8 +51,8 @@ def tune_all(
         if time.monotonic() > deadline:
             run.left = list(tasks[i:])
             break
-        known = store.tuned(task.key, device)
-        prior = [] if known is None else [known.config]
+        _foresee(tasks, i, device, backend, exhaustive)
+        prior = _known(task, device)
         try:
             outcome = tune(
                 task, device, backend, prior=prior, deadline=deadline, exhaustive=exhaustive,
@@ -70,6 +75,21 @@ def tune_all(
     return run
 
 
+def _foresee(
+    tasks: Sequence[Task], i: int, device: Device, backend: Backend, exhaustive: bool
+) -> None:
+    """At the ``i``th task: what comes within AHEAD of it and was not foreseen before."""
+    for task in tasks[0 if i == 0 else i + AHEAD : i + AHEAD + 1]:
+        # Of one that cannot run on this GPU it is said when its turn comes.
+        with contextlib.suppress(Exception):
+            backend.foresee(task, tried(task, device, _known(task, device), exhaustive))
+
+
+def _known(task: Task, device: Device) -> list[KernelConfig]:
+    entry = store.tuned(task.key, device)
+    return [entry.config] if entry is not None and entry.config is not None else []
+
+
 @dataclass
 class Comparison:
     """What ``store`` chooses for a task against the heuristic; times in microseconds a call."""
@@ -79,11 +99,12 @@ class Comparison:
     us: float
     heuristic: KernelConfig
     heuristic_us: float
-    best_us: float = math.nan  # of all candidates, where they were timed
+    ratio: float  # the heuristic's time over the store's, over all situations
+    regret: float = math.nan  # how much longer than the best of all, where they were timed
 
 
 def compare_all(
-    tasks: Iterable[Task],
+    tasks: Sequence[Task],
     device: Device,
     backend: Backend,
     show: Callable[[Comparison], None] = lambda _: None,
@@ -96,23 +117,30 @@ def compare_all(
     """``exhaustive`` times every candidate too; ``show`` is called after each task."""
     deadline = time.monotonic() + budget
     comparisons: list[Comparison] = []
-    for task in tasks:
+    for i, task in enumerate(tasks):
         if time.monotonic() > deadline:
             break
+        if exhaustive:
+            _foresee(tasks, i, device, backend, exhaustive)
         found = store.find(task.problem, device)
         default = heuristic(task.problem, device)
         if exhaustive:
             outcome = tune(
-                task, device, backend, prior=[found.config], deadline=deadline, exhaustive=True,
+                task, device, backend, keep=found.config, deadline=deadline, exhaustive=True,
                 progress=progress,
             )  # fmt: skip
-            times = outcome.times
+            times, costs = outcome.times, outcome.costs
         else:
             pair = list(dict.fromkeys([found.config, default]))
-            times = _time(task, pair, backend, samples, progress)
-        comparison = Comparison(task, found, times[found.config], default, times[default])
+            taken = _time(task, pair, backend, samples, progress)
+            times = {c: statistics.median(us for us, *_ in mine) for c, mine in taken.items()}
+            costs = {config: cost(mine) for config, mine in taken.items()}
+        if not {found.config, default} <= set(costs):
+            continue  # the budget ended before both were timed, or one of them does not work
+        ratio = costs[default] / costs[found.config]
+        comparison = Comparison(task, found, times[found.config], default, times[default], ratio)
         if exhaustive:
-            comparison.best_us = min(times.values())
+            comparison.regret = costs[found.config] / min(costs.values()) - 1
         comparisons.append(comparison)
         show(comparison)
     return comparisons
@@ -124,13 +152,13 @@ def _time(
     backend: Backend,
     samples: int,
     progress: Progress | None,
-) -> dict[KernelConfig, float]:
-    taken: dict[KernelConfig, list[float]] = {config: [] for config in configs}
+) -> dict[KernelConfig, list[Sample]]:
+    taken: dict[KernelConfig, list[Sample]] = {config: [] for config in configs}
     with backend.session(task) as session:
         for i in range(samples):
             for config in configs[i % len(configs) :] + configs[: i % len(configs)]:
-                taken[config].append(session.time(config))
+                taken[config].append(session.time(config, REPLAYS))
             if progress is not None:
                 progress.task = task
                 progress.at("time", i + 1, samples)
-    return {config: statistics.median(times) for config, times in taken.items()}
+    return taken

@@ -6,7 +6,6 @@ Nothing here touches a GPU: a Backend compiles, and runs what is to be checked a
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import statistics
 import time
@@ -17,25 +16,24 @@ from typing import NamedTuple, Protocol
 
 from ..device import Device
 from ..errors import TritonAttnError
+from ..plan import kinds
 from . import space
 from .compile import Report
 from .config import KernelConfig
-from .keys import Key
-from .source import source_hash
-from .tables import Entry
+from .outcome import NOWHERE_OVER, Outcome, Sample, choose, cost, duel
 from .tasks import Task
 
-SWITCH = 0.97  # of the default's time: what takes longer is not worth leaving it for
 TENSOR_MEMORY = 512  # columns
 
 
 class Round(NamedTuple):
     samples: int  # of each configuration
+    replays: int  # in one sample
     slack: float  # how much slower than the best may stay
     most: int  # how many stay
 
 
-ROUNDS = (Round(3, 1.25, 12), Round(5, 1.10, 6), Round(9, 1.05, 4), Round(9, 1.0, 4))
+ROUNDS = (Round(2, 1, 1.25, 10), Round(3, 2, 1.10, 5), Round(4, 3, 1.05, 3), Round(12, 5, 1.0, 3))
 
 
 class TuningError(TritonAttnError, RuntimeError):
@@ -52,11 +50,14 @@ class Session(Protocol):
     def check(self, config: KernelConfig) -> str:
         """What is wrong with the results, "" if nothing is."""
 
-    def time(self, config: KernelConfig) -> float:
-        """One sample: microseconds a call."""
+    def time(self, config: KernelConfig, replays: int = 1) -> Sample:
+        """The median of so many replays, in each of the task's situations, its own first."""
 
 
 class Backend(Protocol):
+    def foresee(self, task: Task, configs: Sequence[KernelConfig]) -> None:
+        """``compile`` will be asked for these, after those foreseen before."""
+
     def compile(
         self, task: Task, configs: Sequence[KernelConfig]
     ) -> Generator[tuple[KernelConfig, Report | str], None, None]:
@@ -76,41 +77,16 @@ class Progress:
     total: int = 0
     configs: int = 0  # finished in all, whatever became of them
     best: str = ""
+    spent: dict[str, float] = field(default_factory=dict)  # seconds, by the step's first word
+    _since: float = field(default_factory=time.monotonic)
 
     def at(self, step: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        last = (self.step or step).split(",")[0]
+        self.spent[last] = self.spent.get(last, 0.0) + now - self._since
+        self._since = now
         self.step, self.done, self.total = step, done, total
         self.show(self)
-
-
-@dataclass
-class Outcome:
-    """A task's result."""
-
-    key: Key
-    best: KernelConfig
-    us: float
-    default: KernelConfig
-    default_us: float  # NaN: the default does not work
-    runner_up: KernelConfig | None = None
-    runner_up_us: float = math.nan
-    fastest: KernelConfig | None = None  # by however little
-    times: dict[KernelConfig, float] = field(default_factory=dict)
-    refused: dict[KernelConfig, str] = field(default_factory=dict)
-    is_cut_short: bool = False  # by Ctrl-C or the budget
-
-    @property
-    def speedup(self) -> float:
-        return self.default_us / self.us
-
-    def entry(self) -> Entry:
-        import triton
-
-        has_second = self.runner_up is not None
-        return Entry(
-            self.best, self.us, self.us if math.isnan(self.default_us) else self.default_us,
-            self.runner_up, self.runner_up_us if has_second else None,
-            datetime.date.today().isoformat(), source_hash(), triton.__version__,
-        )  # fmt: skip
 
 
 def tune(
@@ -121,40 +97,57 @@ def tune(
     prior: Iterable[KernelConfig] = (),
     deadline: float = math.inf,
     exhaustive: bool = False,
+    keep: KernelConfig | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """The best configuration for ``task``, the heuristic's own unless another is 3 % faster.
+    """The best configuration for ``task``, the heuristic's own unless another is clearly faster.
 
-    ``prior`` are more to try; ``deadline`` is on ``time.monotonic``'s clock.  ``exhaustive`` drops
-    none of the slow ones before the end.  Ctrl-C and the deadline end the search with the best so
-    far; Ctrl-C before there is one is raised.  Raises TuningError where nothing works.
+    ``prior`` are more to try; ``deadline`` is on ``time.monotonic``'s clock.  ``exhaustive`` tries
+    what is unlikely to win too.  ``keep`` is timed to the end, as the default is.  Ctrl-C and the
+    deadline end the search with the best so far; Ctrl-C before there is one is raised.  Raises
+    TuningError where nothing works.
     """
+    if len(kinds(task.problem, device)) > 1:
+        raise TuningError(
+            f"{task}: short and long sequences of one call are launched apart, each with the "
+            "configuration of its own bucket: tune these"
+        )
     progress = progress or Progress()
     progress.task, progress.best = task, ""
-    problem = task.problem
-    configs = space.candidates(problem, device)
+    configs = tried(task, device, [*prior, *filter(None, [keep])], exhaustive)
     default = configs[0]
-    fitted = (space.fit(config, problem, device) for config in prior)
-    configs = list(dict.fromkeys([*configs, *filter(None, fitted)]))
     outcome = Outcome(task.key, default, math.nan, default, math.nan)
-    samples: dict[KernelConfig, list[float]] = {}
+    samples: dict[KernelConfig, list[Sample]] = {}
     try:
         alive = _compiled(task, device, backend, configs, outcome.refused, progress)
+        progress.at("prepare", 0, 1)
         with backend.session(task) as session:
             alive = _right(session, alive, outcome.refused, progress)
             samples.update({config: [] for config in alive})
             outcome.is_cut_short = not _time(
-                session, samples, default, outcome.refused, deadline, exhaustive, progress
+                session, samples, default, keep, outcome.refused, deadline, progress
             )
     except KeyboardInterrupt:
         outcome.is_cut_short = True
         if not any(samples.values()):
             raise
-    outcome.times = {c: statistics.median(s) for c, s in samples.items() if s}
+    samples = {config: mine for config, mine in samples.items() if mine}
+    outcome.times = {c: statistics.median(us for us, *_ in s) for c, s in samples.items()}
+    outcome.costs = {c: cost(s) for c, s in samples.items()}
     if not outcome.times:
         raise TuningError(f"{task}: {_why_none(outcome.refused)}")
-    _choose(outcome, samples)
+    choose(outcome, samples)
     return outcome
+
+
+def tried(
+    task: Task, device: Device, prior: Iterable[KernelConfig] = (), exhaustive: bool = False
+) -> list[KernelConfig]:
+    """What ``tune`` times, the heuristic's own choice first."""
+    problem = task.problem
+    fitted = (space.fit(config, problem, device) for config in prior)
+    found = space.candidates(problem, device, exhaustive)
+    return list(dict.fromkeys([*found, *filter(None, fitted)]))
 
 
 def _compiled(
@@ -216,23 +209,27 @@ def _right(
 
 def _time(
     session: Session,
-    samples: dict[KernelConfig, list[float]],
+    samples: dict[KernelConfig, list[Sample]],
     default: KernelConfig,
+    keep: KernelConfig | None,
     refused: dict[KernelConfig, str],
     deadline: float,
-    exhaustive: bool,
     progress: Progress,
 ) -> bool:
-    """Fill ``samples``, all configurations in turn so that drifts meet all; whether it finished."""
+    """Fill ``samples``, all configurations in turn so that drifts meet all; whether it finished.
+
+    Then those that stayed to the end have the samples of the last round alone, the others none.
+    """
     alive = list(samples)
-    for number, (count, slack, most) in enumerate(ROUNDS):
+    for number, (count, replays, slack, most) in enumerate(ROUNDS):
         for i in range(count):
-            turn = i % max(1, len(alive))
-            for config in alive[turn:] + alive[:turn]:
+            # Forwards and backwards: nobody always comes behind the same one.
+            turn = i // 2 % max(1, len(alive))
+            for config in (alive[turn:] + alive[:turn])[:: -1 if i % 2 else 1]:
                 if time.monotonic() > deadline and (number or i):  # once round, to have something
                     return False
                 try:
-                    samples[config].append(session.time(config))
+                    samples[config].append(session.time(config, replays))
                 except GpuLostError:
                     raise
                 except Exception as error:
@@ -240,38 +237,23 @@ def _time(
                     del samples[config]
             alive = [config for config in alive if config in samples]
             if alive:
-                first = min(alive, key=lambda c: statistics.median(samples[c]))
-                us = statistics.median(samples[first])
-                progress.best = f"{us:.1f} µs"
+                progress.best = f"{min(cost(samples[config]) for config in alive):.1f} µs"
             progress.at(f"time, round {number + 1}", i + 1, count)
-        ranked = sorted(alive, key=lambda c: statistics.median(samples[c]))
-        kept = ranked
-        if ranked and not exhaustive:
-            limit = slack * statistics.median(samples[ranked[0]])
-            kept = [c for c in ranked if statistics.median(samples[c]) <= limit][:most]
-            # Two at least, and the default, which the choice is measured against.
-            kept = [c for c in ranked if c in kept or c == default or c in ranked[:2]]
-        progress.configs += len(alive) - len(kept) if number + 1 < len(ROUNDS) else len(alive)
+        if number + 1 == len(ROUNDS):
+            progress.configs += len(alive)
+            for config, mine in samples.items():
+                samples[config] = mine[-count:] if config in alive else []
+            break
+        # First those that may win.
+        duels = {c: duel(samples[c], samples.get(default, samples[c])) for c in alive}
+        ranked = sorted(alive, key=lambda c: (duels[c].worst > NOWHERE_OVER, cost(samples[c])))
+        limit = slack * cost(samples[ranked[0]]) if ranked else 0.0
+        kept = [c for c in ranked if cost(samples[c]) <= limit][:most]
+        # Two at least.
+        kept = [c for c in ranked if c in kept or c in (default, keep) or c in ranked[:2]]
+        progress.configs += len(alive) - len(kept)
         alive = kept
     return True
-
-
-def _choose(outcome: Outcome, samples: dict[KernelConfig, list[float]]) -> None:
-    """Among those sampled most, since the others lost before; the default is always among them."""
-    most = max(map(len, samples.values()))
-    times = outcome.times
-    finalists = [c for c in times if len(samples[c]) == most or c == outcome.default]
-    if outcome.is_cut_short:  # in the middle of a round some have one sample less
-        finalists = [c for c in times if len(samples[c]) >= most - 1 or c == outcome.default]
-    ranked = sorted(finalists, key=times.__getitem__)
-    outcome.fastest = ranked[0]
-    outcome.default_us = times.get(outcome.default, math.nan)
-    is_worth_it = not times[ranked[0]] > SWITCH * outcome.default_us
-    outcome.best = ranked[0] if is_worth_it else outcome.default
-    outcome.us = times[outcome.best]
-    others = [config for config in ranked if config != outcome.best]
-    if others:
-        outcome.runner_up, outcome.runner_up_us = others[0], times[others[0]]
 
 
 def _why_none(refused: dict[KernelConfig, str]) -> str:

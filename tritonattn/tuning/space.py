@@ -9,15 +9,51 @@ import dataclasses
 import itertools
 
 from ..device import Device
-from ..plan import HOPPER, plan
+from ..plan import HOPPER, LONG, plan
 from ..problem import Problem
 from .config import HOPPER_FORMS, KernelConfig, blocks, invalid, whole_block, why_no_boxes
 from .heuristics import heuristic, portable
 from .keys import family_of, log2
 
+# What has won on an H200, or was within a percent of what did.
+DEPTHS = (2, 4, 5)  # stages: behind a look-up of page ids, 3 is what 4 is, and 6 what 5 is
+A_WARPS = (1536, 5120)  # numbers of a key tile for each warp, where few queries wait for memory
+ROWS_A_WARP = 16
 
-def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
-    """The valid ones, the heuristic's own choice first."""
+
+def candidates(problem: Problem, device: Device, exhaustive: bool = False) -> list[KernelConfig]:
+    """The valid ones, the heuristic's own choice first; those that may win, or all."""
+    found = _valid(_tried(problem, device), problem, device)
+    if exhaustive or device.backend != "cuda":
+        return found
+    return [c for c in found if c == found[0] or _is_likely(c, problem, device, found)]
+
+
+def _is_likely(
+    config: KernelConfig, problem: Problem, device: Device, all_: list[KernelConfig]
+) -> bool:
+    if config.kernel == HOPPER:
+        # Keys in flight hide what copying them takes: as many as there is room for.
+        rivals = [c for c in all_ if c.kernel == HOPPER and c.block_n == config.block_n]
+        if config.num_stages < max(c.num_stages for c in rivals):
+            return False
+        usual = next(c for c in all_ if c.kernel == HOPPER)
+        if config.block_n == usual.block_n:
+            return True
+        return config.block_n > usual.block_n or config.form == usual.form
+    width = max(
+        sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
+    )
+    if family_of(problem) != "decode" and problem.group * problem.max_q > 64:
+        # One of 64 rows for four warps, which multiply together; heads this wide have few anyway.
+        is_even = config.block_m == ROWS_A_WARP * config.num_warps and config.num_stages < 4
+        return is_even or width > 256
+    least, most = A_WARPS
+    fits = least <= config.block_n * width // config.num_warps <= most
+    return fits and config.num_stages in DEPTHS
+
+
+def _tried(problem: Problem, device: Device) -> list[KernelConfig]:
     width = max(
         sum(blocks(problem.head_dim, problem.dtype, device)), whole_block(problem.head_dim_v)
     )
@@ -40,12 +76,17 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
 
     tried = [heuristic(problem, device)]
     if plan(problem, device).kernel == HOPPER:
-        # A row's sum in one part has paid nowhere yet.
-        forms = [form for form in HOPPER_FORMS if "lanes" in form]
+        # A row's sum in one part has paid nowhere yet, nor a single loop for long sequences.
+        has_few_tiles = problem.total_q < LONG * problem.batch
+        forms = [
+            form
+            for form in HOPPER_FORMS
+            if "lanes" in form and ("single" not in form or (has_few_tiles and "drawn" not in form))
+        ]
         for n, s, form in itertools.product((64, 128), (2, 3, 4), forms):
             tried.append(KernelConfig(128, n, 1, 4, s, form, HOPPER))
         tried.append(portable(problem, device))
-        return _valid(tried, problem, device)
+        return tried
     if is_long and not why_no_boxes(problem, device):
         # With the usual pack alone, and without the deepest pipelines: they would double all this.
         for m, n, w, s in itertools.product(heights, lengths, warps, stages[:2]):
@@ -53,7 +94,7 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
             tried.append(KernelConfig(m, n, pack, w, s, "boxes"))
     for m, n, w, s, p in itertools.product(heights, lengths, warps, stages, sorted(packs)):
         tried.append(KernelConfig(m, n, min(p, m), w, s))
-    return _valid(tried, problem, device)
+    return tried
 
 
 def _valid(tried: list[KernelConfig], problem: Problem, device: Device) -> list[KernelConfig]:

@@ -1,8 +1,9 @@
 """Where a configuration comes from.
 
 In this order: what ``force`` says; a bucket's own entry, the user's table before the one that
-ships; the nearest bucket's; that of a related GPU, scaled; the heuristic.  Of two entries equally
-near, one that was measured with other kernels than these comes last: it is a guess.
+ships; the nearest bucket's, where it gained much; that of a related GPU, scaled; the heuristic.  An
+entry that was measured with other kernels than these is a guess: it comes last in its own bucket
+and says nothing about others.
 
 A call never tunes.  Tables are read once in a process, and each bucket is looked for once.
 """
@@ -37,6 +38,9 @@ from .tables import (
 )
 
 PACKAGE = Path(__file__).parent.parent
+# Of the default's time over an entry's, for each bucket that it is away: small gains seldom survive
+# a change of lengths, and the heuristic knows more of a call than its bucket.
+NEAR_GAIN = 0.05
 _MOST_GUESSES = 8
 _MOST_CALLS = 4096
 
@@ -113,6 +117,8 @@ def _resolve(problem: Problem, device: Device) -> Found:
         if guesses is None:
             guesses = _guesses[key, device] = _look(key, device)
         for entry, origin, table, where in guesses:
+            if entry.config is None:
+                return Found(heuristic(problem, device), origin, table, where, entry)
             config = fit(entry.config, problem, device)
             if config is not None:
                 if entry.is_stale:
@@ -200,10 +206,30 @@ def _look(key: Key, device: Device) -> tuple[_Guess, ...]:
         for where, entry in table.entries.items():
             far = distance(key, where)
             if far is not None:
-                origin = "nearest" if far else "tuned"
-                own.append(((far, entry.is_stale, rank, where), _Guess(entry, origin, name, where)))
-    guesses = own or _siblings(key, device)
-    return tuple(guess for _, guess in sorted(guesses, key=lambda g: g[0])[:_MOST_GUESSES])
+                origin = "tuned" if where == key else "nearest"
+                order = (where.dtype != key.dtype, entry.is_stale, rank, where)
+                own.append(_Ranked(far, order, _Guess(entry, origin, name, where)))
+    ranked = own or _siblings(key, device)
+    return tuple(_plausible(ranked)[:_MOST_GUESSES])
+
+
+class _Ranked(NamedTuple):
+    far: int
+    order: tuple  # among those as far
+    guess: _Guess
+
+
+def _plausible(ranked: list[_Ranked]) -> list[_Guess]:
+    """Those of the bucket itself, then those of the nearest others if all of these gained much."""
+    here = sorted((r for r in ranked if not r.far), key=lambda r: r.order)
+    near = [r for r in ranked if r.far and not r.guess.entry.is_stale]
+    far = min((r.far for r in near), default=0)
+    near = [r for r in near if r.far == far]
+    if any(r.guess.entry.gain < 1 + NEAR_GAIN * far for r in near):
+        near = []
+    # The greatest gain first, but for what comes last whatever it gained.
+    near.sort(key=lambda r: (r.order[:-1], -r.guess.entry.gain))
+    return [r.guess for r in (*here, *near)]
 
 
 def _own_tables(kernel: str, device: Device) -> Iterator[tuple[str, Table]]:
@@ -216,12 +242,12 @@ def _own_tables(kernel: str, device: Device) -> Iterator[tuple[str, Table]]:
             yield f"{name} table of {device.name}", table
 
 
-def _siblings(key: Key, device: Device) -> list[tuple[tuple, _Guess]]:
+def _siblings(key: Key, device: Device) -> list[_Ranked]:
     """From GPUs of the same generation.
 
     What suits so many rows on one GPU suits as many for each multiprocessor on another.
     """
-    found: list[tuple[tuple, _Guess]] = []
+    found: list[_Ranked] = []
     for rank, (name, root) in enumerate(roots()):
         for path in sorted(root.glob(f"*/{key.family}.json")):
             if path.parent.name == folder_name(device.name):
@@ -234,10 +260,13 @@ def _siblings(key: Key, device: Device) -> list[tuple[tuple, _Guess]]:
             for where, entry in table.entries.items():
                 far = distance(wanted, where)
                 if far is not None:
-                    order = (table.gpu.arch != device.arch, far, entry.is_stale, rank, where)
+                    is_other = table.gpu.arch != device.arch
+                    order = (is_other, where.dtype != key.dtype, entry.is_stale, rank, where)
                     title = f"{name} table of {table.gpu.name}"
-                    found.append((order, _Guess(entry, "sibling", title, where)))
-    return found
+                    found.append(_Ranked(far, order, _Guess(entry, "sibling", title, where)))
+    # One of the same architecture, if there is any, before all others.
+    best = [r for r in found if not r.order[0]]
+    return best or found
 
 
 def _same_gpu(one: Device, other: Device) -> bool:

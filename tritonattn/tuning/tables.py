@@ -45,7 +45,7 @@ class TableWarning(UserWarning):
 class Entry:
     """What one bucket's tuning found.  Times are microseconds a call."""
 
-    config: KernelConfig
+    config: KernelConfig | None  # None: the heuristic's choice, whatever it is for a call
     us: float
     default_us: float  # of the heuristic's choice
     runner_up: KernelConfig | None = None
@@ -53,6 +53,11 @@ class Entry:
     date: str = ""
     source: str = ""  # hash of the kernels' source
     triton: str = ""
+
+    @property
+    def gain(self) -> float:
+        """The default's time over the entry's."""
+        return 1.0 if self.config is None else self.default_us / self.us
 
     @property
     def is_stale(self) -> bool:
@@ -147,7 +152,7 @@ def _entry(data: object) -> Entry:
     has_second = data.get("runner_up") is not None
     measured = data["measured"] if isinstance(data.get("measured"), dict) else {}
     return Entry(
-        _config(data.get("config")),
+        None if data.get("config", ()) is None else _config(data.get("config")),
         _time(data.get("us")),
         _time(data.get("default_us")),
         _config(data["runner_up"]) if has_second else None,
@@ -176,7 +181,8 @@ def render(table: Table) -> str:
     """The file's text: a fact a line and the same order every time, so that changes read well."""
     entries = []
     for key, entry in sorted(table.entries.items()):
-        lines = [f'"config": {_one_line(asdict(entry.config))}']
+        config = None if entry.config is None else asdict(entry.config)
+        lines = [f'"config": {_one_line(config)}']
         times = {"us": entry.us, "default_us": entry.default_us}
         if entry.runner_up is not None and entry.runner_up_us is not None:
             lines.append(f'"runner_up": {_one_line(asdict(entry.runner_up))}')

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
 
-from ..problem import MaskSpec, Problem
+from ..problem import FP8_FORMATS, MaskSpec, Problem
 from .keys import DTYPES, Key, family_of, key_of, log2
 from .models import Layer
 
@@ -32,8 +36,9 @@ class Shape(NamedTuple):
 # From what keeps few programs busy to what fills any GPU.
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "decode": (
-        Shape(32, 1, 4096), Shape(1, 1, 8192), Shape(128, 1, 4096), Shape(8, 1, 32_768),
-        Shape(1, 1, 131_072), Shape(64, 1, 1024), Shape(32, 1, 16_384), Shape(8, 1, 2048),
+        Shape(32, 1, 4096), Shape(1, 1, 8192), Shape(128, 1, 4096), Shape(32, 1, 8192),
+        Shape(64, 1, 65_536), Shape(8, 1, 32_768), Shape(1, 1, 131_072), Shape(64, 1, 1024),
+        Shape(8, 1, 2048), Shape(32, 1, 16_384),
     ),
     "prefill": (
         Shape(4, 4096, 4096), Shape(16, 1024, 1024), Shape(32, 512, 512), Shape(1, 16_384, 16_384),
@@ -43,7 +48,7 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         Shape(8, 512, 8192), Shape(1, 2048, 32_768), Shape(16, 128, 4096), Shape(1, 512, 2048),
     ),
     "paged": (
-        Shape(16, 4, 8192), Shape(1, 2048, 16_384), Shape(63, 1, 4096, 1024), Shape(128, 8, 4096),
+        Shape(16, 4, 8192), Shape(1, 2048, 16_384), Shape(1, 1024, 4096), Shape(128, 8, 4096),
         Shape(4, 512, 8192), Shape(1, 8, 8192),
     ),
 }  # fmt: skip
@@ -51,6 +56,15 @@ FUNCTION_OF = {
     "prefill": "varlen_attention", "prefix": "prefix_attention",
     "decode": "paged_attention", "paged": "paged_attention",
 }  # fmt: skip
+
+
+class Steps(NamedTuple):
+    layer: float
+    shape: float
+    variant: float
+
+
+STEPS = Steps(1.5, 1.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -63,23 +77,57 @@ class Task:
     page_size: int = 16
     causal: bool = True
     batch_invariant: bool = False
+    is_mixed: bool = False  # no two sequences are equally long, the longest as ``shape`` says
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.layer.title}, {self.shape}"
+        stored = self.cache_dtype or self.dtype
+        more = [
+            DTYPES[self.dtype] if self.dtype != torch.bfloat16 else "",
+            FP8_FORMATS.get(stored, "") if self.family != "prefill" else "",
+            f"pages of {self.page_size}"
+            if self.family != "prefill" and self.page_size != 16
+            else "",
+            "batch-invariant" if self.batch_invariant else "",
+        ]
+        return ", ".join(
+            [self.family, self.layer.title, *filter(None, more), str(self.shape)]
+        )  # fmt: skip
 
     @property
     def function(self) -> str:
         return FUNCTION_OF[self.family]
 
     @property
+    def situations(self) -> tuple[Task, ...]:
+        """Calls of the same bucket and the same tensors, but for their lengths.
+
+        Servers seldom see equal lengths, and what is best for them may be bad for others.
+        """
+        has_many = self.shape.batch > 1 and not self.shape.chunk
+        return (self, replace(self, is_mixed=True)) if has_many else (self,)
+
+    @property
     def q_lens(self) -> tuple[int, ...]:
-        chunk = (self.shape.chunk,) if self.shape.chunk else ()
-        return (self.shape.q,) * self.shape.batch + chunk
+        batch, q, k, chunk = self.shape
+        if not self.is_mixed or self.family != "prefill" or q < k:
+            return (q,) * batch + ((chunk,) if chunk else ())
+        left, lengths = batch * q, list[int]()  # as many tokens in all
+        for length in itertools.cycle(spread(8, q)):
+            lengths.append(min(length, left))
+            left -= lengths[-1]
+            if not left:
+                return tuple(lengths)
+        raise AssertionError("a cycle ends")
 
     @property
     def k_lens(self) -> tuple[int, ...]:
         """Keys of each sequence, the new ones included."""
-        return tuple(max(self.shape.k, q) for q in self.q_lens)
+        q_lens, most = self.q_lens, self.shape.k
+        if not self.is_mixed:
+            return tuple(max(most, q) for q in q_lens)
+        if self.family == "prefill" and self.shape.q == most:
+            return q_lens
+        return tuple(map(max, spread(len(q_lens), most), q_lens))
 
     @property
     def cached_lens(self) -> tuple[int, ...]:
@@ -155,27 +203,45 @@ class Task:
         return {name: value for name, value in given.items() if value is not None}
 
 
+def spread(count: int, most: int) -> tuple[int, ...]:
+    """``count`` log-normal lengths (sigma 1), the longest ``most`` and first, the same ones always.
+
+    Quantiles, not draws, so that few lengths are typical too.
+    """
+    normal = NormalDist()
+    scales = [math.exp(normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+    others = [max(1, round(most * scale / scales[-1])) for scale in scales[:-1]]
+    random.Random(0).shuffle(others)
+    return (most, *others)
+
+
 def tasks(
     layers: Iterable[Layer],
     families: Sequence[str] = tuple(SHAPES),
     shapes: Sequence[Shape] = (),
+    variants: Sequence[Mapping[str, Any]] = ({},),
     **how: Any,
 ) -> list[Task]:
-    """One task for each bucket, the first of every layer and family first.
+    """One task for each bucket, the most valuable first: those of the first layers, shapes and
+    variants, a step in any of which weighs as STEPS say.
 
-    ``shapes`` take the place of the usual ones, each in the families that it can be; ``how`` goes
-    to every Task.
+    ``shapes`` take the place of the usual ones, each in the families that it can be.  ``how`` goes
+    to every Task, and so does each of ``variants``.
     """
-    rounds: dict[int, list[Task]] = {}
-    for layer in layers:
+    ranked: list[tuple[float, Task]] = []
+    for (j, variant), (n, layer) in itertools.product(enumerate(variants), enumerate(layers)):
         for family in families:
             if FUNCTION_OF[family] not in layer.functions:
                 continue
             mine = [s for s in shapes if _suits(s, family)] if shapes else SHAPES[family]
             for i, shape in enumerate(mine):
-                rounds.setdefault(i, []).append(Task(layer, family, shape, **how))
-    ordered = [task for i in sorted(rounds) for task in rounds[i]]
-    return list({task.key: task for task in reversed(ordered)}.values())[::-1]
+                task = Task(layer, family, shape, **{**how, **variant})
+                ranked.append((STEPS.layer * n + STEPS.shape * i + STEPS.variant * j, task))
+    ranked.sort(key=lambda pair: pair[0])
+    unique: dict[Key, Task] = {}
+    for _, task in ranked:
+        unique.setdefault(task.key, task)
+    return list(unique.values())
 
 
 def _suits(shape: Shape, family: str) -> bool:

@@ -1,7 +1,8 @@
 """The real Backend: compiles in processes, checks against the oracle, times on the GPU.
 
-A time is one replay of a CUDA graph of many calls, which go round copies of the inputs that exceed
-the GPU's L2 cache together, so that every call finds its keys in memory as a serving loop does.
+A time is the median of replays, one behind the other and behind one that does not count, of a CUDA
+graph of many calls.  They go round copies of the inputs that exceed the GPU's L2 cache together, so
+that every call finds its keys in memory as a serving loop does.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,9 +27,11 @@ from ..inputs import Case
 from ..plan import Plan, plan
 from ..testing import assert_close, error_factor
 from ..validate import validate
-from .build import build, named, small_case
+from .build import CallTensors, build, named, small_case, with_lengths
 from .compile import Report
 from .config import KernelConfig
+from .graphs import capture
+from .heuristics import heuristic
 from .keys import key_of
 from .search import GpuLostError, Session, one_line
 from .store import force
@@ -34,19 +40,28 @@ from .workers import Compilers, Job
 
 GRAPH_US = 400.0  # the least that a sample lasts: events tick in half microseconds
 MOST_COPIES = 64
+MOST_US = 4000.0  # that more than one replay is to last
 MOST_CALLS = 512  # in one graph
+TURNS = 8  # calls of mixed lengths at least, each long elsewhere
 
-Timer = Callable[[Callable[[int], None], int], Callable[[], float]]
+# Of something to run with a number, and how many numbers there are: microseconds a run in the
+# median of so many replays, or fewer where they take long.
+Sampler = Callable[[int], float]
+Timer = Callable[[Callable[[int], None], int], Sampler]
 
 
 class GpuBackend:
-    """Runs on ``where``; ``processes`` compile, all cores by default."""
+    """Runs on ``where``; ``processes`` compile, by default all cores but one."""
 
     def __init__(self, where: torch.device, processes: int | None = None) -> None:
         self.where = where
         self.device = devices.describe(where)
         self._compilers = Compilers(processes)
         self._reports: dict[Job, Report | str] = {}
+
+    def foresee(self, task: Task, configs: Sequence[KernelConfig]) -> None:
+        jobs = [job_of(task, config, self.device) for config in configs]
+        self._compilers.foresee([job for job in jobs if job not in self._reports])
 
     def compile(
         self, task: Task, configs: Sequence[KernelConfig]
@@ -93,17 +108,29 @@ class Trials:
         self.where = where
         self.timer = timer
         self.function: Callable[..., Any] = getattr(api, task.function)
-        self._samplers: dict[KernelConfig, Callable[[], float]] = {}
-        device = devices.describe(where)
-        self._small = _Small(small_case(task, device), where)
+        self.device = devices.describe(where)
+        self.default = heuristic(task.problem, self.device)
+        self._samplers: dict[KernelConfig, list[Sampler]] = {}
+        self._small = _Small(small_case(task, self.device), where)
         first = build(task, where)
-        problem = validate(Call(task.function, **named(task.function, first)))
-        if key_of(problem) != task.key:
-            raise RuntimeError(f"{task} makes a call of bucket {key_of(problem)}, not {task.key}")
         if copies is None:
             size, cache = sum(x.nbytes for x in first[0]), devices.l2_bytes(where)
             copies = 1 if size > 4 * cache else min(MOST_COPIES, math.ceil(2 * cache / size) + 1)
         self.calls = [first, *(build(task, where) for _ in range(copies - 1))]
+        # Of each situation.
+        self._calls = [self._in_situation(situation) for situation in task.situations]
+
+    def _in_situation(self, situation: Task) -> list[CallTensors]:
+        calls = self.calls
+        if situation.is_mixed:
+            count = len(calls) if situation.family == "prefill" else max(len(calls), TURNS)
+            calls = [with_lengths(calls[i % len(calls)], situation, i) for i in range(count)]
+        problem = validate(Call(situation.function, **named(situation.function, calls[0])))
+        if key_of(problem) != self.task.key:
+            raise RuntimeError(
+                f"{situation} makes a call of bucket {key_of(problem)}, not {self.task.key}"
+            )
+        return calls
 
     def check(self, config: KernelConfig) -> str:
         """Small inputs against the oracle, and every row of the large ones' output written."""
@@ -117,19 +144,27 @@ class Trials:
                 return "rows of out are not finite at full size"
         return ""
 
-    def time(self, config: KernelConfig) -> float:
+    def time(self, config: KernelConfig, replays: int = 1) -> tuple[float, ...]:
+        """The default stands for the heuristic's choice, which may differ among situations."""
         with self._guard(config):
             if config not in self._samplers:
-                self._samplers[config] = self.timer(self._runner(config), len(self.calls))
-            return self._samplers[config]()
+                self._samplers[config] = [
+                    self.timer(
+                        partial(self._run, self._suited(config, situation), calls), len(calls)
+                    )
+                    for situation, calls in zip(self.task.situations, self._calls, strict=True)
+                ]
+            return tuple(sampler(replays) for sampler in self._samplers[config])
 
-    def _runner(self, config: KernelConfig) -> Callable[[int], None]:
-        def run(i: int) -> None:
-            args, options = self.calls[i % len(self.calls)]
-            with force(config):
-                self.function(*args, **options)
+    def _suited(self, config: KernelConfig, situation: Task) -> KernelConfig:
+        if config != self.default:
+            return config
+        return heuristic(situation.problem, self.device)
 
-        return run
+    def _run(self, config: KernelConfig, calls: Sequence[CallTensors], i: int) -> None:
+        args, options = calls[i % len(calls)]
+        with force(config):
+            self.function(*args, **options)
 
     @contextlib.contextmanager
     def _guard(self, config: KernelConfig) -> Iterator[None]:
@@ -148,8 +183,8 @@ class Trials:
             raise
 
     def close(self) -> None:
-        self._samplers.clear()
-        self.calls.clear()
+        for held in (self._samplers, self.calls, self._calls):
+            held.clear()
 
 
 class _Small:
@@ -181,47 +216,46 @@ def graph_timer(where: torch.device) -> Timer:
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream(where)
 
-    def prepare(run: Callable[[int], None], copies: int) -> Callable[[], float]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def capture(calls: int) -> Callable[[], float]:
-            graph = torch.cuda.CUDAGraph()
+    def prepare(run: Callable[[int], None], copies: int) -> Sampler:
+        def captured(calls: int) -> Sampler:
             # One pool serves all graphs: they run one after another and keep nothing.
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                for i in range(calls):
-                    run(i)
+            graph = capture([partial(run, i) for i in range(calls)], stream, pool)
+            last = 1.0  # microseconds of a replay
 
-            def sample() -> float:
+            def sample(replays: int) -> float:
+                nonlocal last
+                replays = max(1, min(replays, int(MOST_US / last)))
+                events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
                 with torch.cuda.stream(stream):
-                    start.record()
+                    # While it runs, all others are issued: whatever the host is busy with besides,
+                    # no pause is measured.
                     graph.replay()
-                    end.record()
-                    end.synchronize()
-                return start.elapsed_time(end) * 1e3 / calls
+                    events[0].record()
+                    for event in events[1:]:
+                        graph.replay()
+                        event.record()
+                    events[-1].synchronize()
+                times = [before.elapsed_time(after) for before, after in pairwise(events)]
+                last = statistics.median(times) * 1e3
+                return last / calls
 
-            sample()
             return sample
 
-        torch.cuda.synchronize(where)
-        with torch.cuda.stream(stream):
-            run(0)  # compiles and loads
-        torch.cuda.synchronize(where)
-        sample = capture(copies)
-        lasts = min(sample() for _ in range(2)) * copies
-        rounds = math.ceil(GRAPH_US / lasts)
+        sample = captured(copies)
+        rounds = math.ceil(GRAPH_US / (sample(2) * copies))
         calls = min(MOST_CALLS // copies, rounds) * copies
-        return sample if calls <= copies else capture(calls)
+        return sample if calls <= copies else captured(calls)
 
     return prepare
 
 
-def wall_timer(run: Callable[[int], None], copies: int) -> Callable[[], float]:
+def wall_timer(run: Callable[[int], None], copies: int) -> Sampler:
     """For the interpreter."""
 
-    def sample() -> float:
+    def sample(replays: int) -> float:
         start = time.perf_counter()
-        for i in range(copies):
+        for i in range(copies * replays):
             run(i)
-        return (time.perf_counter() - start) * 1e6 / copies
+        return (time.perf_counter() - start) * 1e6 / (copies * replays)
 
     return sample

@@ -44,22 +44,35 @@ def compile_all(jobs: Sequence[Job], processes: int | None = None) -> dict[Job, 
 
 
 class Compilers:
-    """Processes that stay until ``close``; by default one for each core."""
+    """Processes that stay until ``close``; by default one for each core but one.
+
+    That one is left to whoever times meanwhile what is compiled already.
+    """
 
     def __init__(self, processes: int | None = None, time_limit: float = TIME_LIMIT) -> None:
-        self.processes = processes or cores()
+        self.processes = processes or max(1, cores() - 1)
         self.time_limit = time_limit
         self._pool: ProcessPoolExecutor | None = None
         self._size = 0
+        self._begun: dict[Job, Future[Report | str]] = {}
+
+    def foresee(self, jobs: Sequence[Job]) -> None:
+        """Begin with jobs that ``compile`` will be asked for, after those foreseen before."""
+        with contextlib.suppress(BrokenProcessPool):  # whoever waits for them finds out
+            self._submit(jobs, self.processes)
 
     def compile(self, jobs: Sequence[Job]) -> Generator[tuple[Job, Report | str], None, None]:
         """Each with its Report or the reason why there is none, in the order they finish."""
         left = list(dict.fromkeys(jobs))
         size = self.processes
         while left:
-            futures = self._submit(left, size)
+            # After a crash one at a time, since only then is it known whose it was.
+            wanted = left[:1] if size == 1 else list(left)
+            is_alone = size == 1 and self._begun.keys() <= set(wanted)
             is_broken = False
+            futures: dict[Future[Report | str], Job] = {}
             try:
+                futures = self._submit(wanted, size)
                 for future, is_late in _finished(futures, self.time_limit):
                     error = None if is_late else future.exception()
                     if isinstance(error, BrokenProcessPool):
@@ -71,16 +84,20 @@ class Compilers:
                         yield job, f"not compiled within {self.time_limit:g} seconds"
                     else:
                         yield job, one_line(error) if error else future.result()
+            except BrokenProcessPool:  # one that was foreseen crashed it, or one of these already
+                is_broken = True
             finally:
                 # Broken, late, or not wanted any longer.
                 if is_broken or not all(future.done() for future in futures):
                     self.close()
-            if is_broken and size == 1:  # one process takes the jobs in order
+            for job in wanted:
+                self._begun.pop(job, None)
+            if is_broken and is_alone:
                 yield left.pop(0), "crashed the compiler"
-            # After a crash one at a time, since only then is it known whose it was.
             size = 1
 
     def close(self) -> None:
+        self._begun.clear()
         if self._pool is not None:
             alive = list((self._pool._processes or {}).values())
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -99,12 +116,15 @@ class Compilers:
         before = os.environ.get("TRITON_INTERPRET")
         os.environ["TRITON_INTERPRET"] = "0"
         try:
-            return {self._pool.submit(_compile, job): job for job in jobs}
+            for job in jobs:
+                if job not in self._begun:
+                    self._begun[job] = self._pool.submit(_compile, job)
         finally:
             if before is None:
                 del os.environ["TRITON_INTERPRET"]
             else:
                 os.environ["TRITON_INTERPRET"] = before
+        return {self._begun[job]: job for job in jobs}
 
 
 def _finished(

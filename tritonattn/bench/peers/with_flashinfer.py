@@ -1,4 +1,5 @@
-"""FlashInfer: its ragged and paged prefill wrappers, and its decode wrapper with tensor cores.
+"""FlashInfer: its ragged and paged prefill wrappers, its decode wrapper with tensor cores, and for
+latent attention its wrapper for that.
 
 Its plans are made outside what is timed.  Decode gets ``backend="fa2"``: what "auto" chooses does
 not split the keys of a sequence.  It compiles its kernels at first use, minutes in all, into
@@ -19,10 +20,11 @@ from ...call import Call
 from ...inputs import cumulative
 from ..cases import Case
 from . import Unsupported, require
-from .layouts import paged
+from .layouts import Paged, paged
 
 WORKSPACE_BYTES = 512 << 20
 USUAL_DIMS = {64, 128, 256}
+LATENT_DIMS = (576, 512)
 
 
 def load() -> str:
@@ -36,10 +38,17 @@ def prepare(case: Case, calls: Sequence[Call]) -> list[Callable[[], Any]]:
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=calls[0].q.device)
     if case.function == "varlen_attention":
         return _ragged(case, calls, workspace)
+    if case.latent:
+        return _latent(case, calls, workspace)
     return _paged(case, calls, workspace)
 
 
 def _check(case: Case) -> None:
+    if case.latent:
+        require(case, "cached keys", "values of another size")
+        if not case.is_decode or case.head_dims != LATENT_DIMS or case.heads[1] != 1:
+            raise Unsupported("does latent attention for decodes of 576/512 dims alone")
+        return
     features = ["not causal", "window", "softcap", "ALiBi", "fp8 cache", "cached keys"]
     if not case.is_cached:
         features.append("values of another size")
@@ -75,9 +84,7 @@ def _paged(case: Case, calls: Sequence[Call], workspace: Tensor) -> list[Callabl
 
     device, size = calls[0].q.device, case.page_size
     pools = [paged(case, call) for call in calls]
-    counts = [-(-length // size) for length in case.keys]
-    indptr = cumulative(counts, device)
-    indices = torch.cat([row[:n] for row, n in zip(pools[0].block_table, counts, strict=True)])
+    indptr, indices = _page_lists(case, pools[0])
     last = torch.tensor([(n - 1) % size + 1 for n in case.keys], dtype=torch.int32, device=device)
     wrapper: Any
     if case.is_decode:
@@ -101,19 +108,58 @@ def _paged(case: Case, calls: Sequence[Call], workspace: Tensor) -> list[Callabl
     ]
 
 
+def _page_lists(case: Case, pool: Paged) -> tuple[Tensor, Tensor]:
+    """Where each sequence's pages begin in the list of all, and that list."""
+    counts = [-(-length // case.page_size) for length in case.keys]
+    pages = [row[:n] for row, n in zip(pool.block_table, counts, strict=True)]
+    return cumulative(counts, pool.block_table.device), torch.cat(pages)
+
+
+def _latent(case: Case, calls: Sequence[Call], workspace: Tensor) -> list[Callable[[], Any]]:
+    import flashinfer
+
+    pools = [paged(case, call) for call in calls]
+    dim, dim_v = case.head_dims
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=workspace.device)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace)
+    wrapper.plan(
+        starts, *_page_lists(case, pools[0]), pools[0].seq_lens, case.heads[0], dim_v, dim - dim_v,
+        case.page_size, True, dim**-0.5, case.dtype, case.dtype,
+    )  # fmt: skip
+    return [
+        partial(
+            wrapper.run, call.q[..., :dim_v], call.q[..., dim_v:],
+            pool.k_cache[:, :, 0, :dim_v], pool.k_cache[:, :, 0, dim_v:],
+        )
+        for call, pool in zip(calls, pools, strict=True)
+    ]  # fmt: skip
+
+
 def compile_ahead(cases: Sequence[Case], device: torch.device) -> str:
     """Compile what the cases need, many at a time; what happened, in a few words.
 
     This asks FlashInfer's inner modules; where they have changed, each case compiles its own later.
     """
-    from flashinfer.jit import build_jit_specs, gen_batch_prefill_module
-    from flashinfer.utils import PosEncodingMode, determine_attention_backend
+    from flashinfer.jit import build_jit_specs, gen_batch_mla_module, gen_batch_prefill_module
+    from flashinfer.utils import (
+        PosEncodingMode,
+        determine_attention_backend,
+        determine_mla_backend,
+    )
 
     usual: dict[str, Any] = {}
     unusual: dict[str, Any] = {}  # apart, since one that does not compile stops all beside it
     for case in cases:
         with contextlib.suppress(Unsupported):
             _check(case)
+            if case.latent:
+                dim, dim_v = case.head_dims
+                spec = gen_batch_mla_module(
+                    determine_mla_backend(device), *(case.dtype,) * 3, torch.int32, dim_v,
+                    dim - dim_v, False,
+                )  # fmt: skip
+                unusual[spec.name] = spec
+                continue
             position = PosEncodingMode["ALIBI" if case.alibi else "NONE"].value
             dtypes = case.dtype, case.cache_dtype or case.dtype
             backend = determine_attention_backend(device, position, False, False, *dtypes)

@@ -52,6 +52,8 @@ def load_block(batch, first, section, lane, SPEC: gl.constexpr):
     q_end = gl.load(batch.cu_seqlens_q + sequence + 1, mask=is_sequence, other=0)
     q_end = gl.where(is_sequence, q_end, batch.total_q)
     len_q = gl.where(has_rows, gl.maximum(q_end - q_start, 0), 0)
+    is_mine = (len_q >= batch.least_q) & (len_q <= batch.most_q)
+    tiles = gl.where(is_mine, gl.cdiv(len_q, SPEC.BLOCK_M), 0)
     context = lane * 0
     lens = gl.load(batch.lens + sequence, mask=is_sequence, other=0)
     if not SPEC.HAS_CACHE:
@@ -68,7 +70,7 @@ def load_block(batch, first, section, lane, SPEC: gl.constexpr):
     if SPEC.HAS_RIGHT:
         before = gl.maximum(len_k - len_q, 0)
     base = gl.cdiv(before, SPEC.BLOCK_M)
-    return Block(q_start, len_q, k_start, len_k, context, base, gl.cdiv(len_q, SPEC.BLOCK_M))
+    return Block(q_start, len_q, k_start, len_k, context, base, tiles)
 
 
 @gluon.jit

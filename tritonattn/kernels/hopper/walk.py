@@ -4,9 +4,9 @@ Values are one tile behind keys: the tensor cores compute Q K(i) and P V(i - 1) 
 only the first is waited for; the second and what the other consumer has begun run while the softmax
 of tile i is computed.
 
-Every instruction between the products shows.  So tiles that all queries see whole, which are most,
-have a loop of their own, without masks or a look at what is seen; and a ring's slots are counted
-on, not worked out.
+Every instruction between the products shows.  So tiles that all queries see whole, which are most
+of many, have a loop of their own, without masks or a look at what is seen; and a ring's slots are
+counted on, not worked out.
 """
 
 from typing import NamedTuple
@@ -27,10 +27,12 @@ from .products import (
 )
 from .spec import AHEAD as _AHEAD
 from .spec import MID as _MID
+from .spec import SINGLE as _SINGLE
 from .spec import TURNS as _TURNS
 
 AHEAD = gl.constexpr(_AHEAD)
 MID = gl.constexpr(_MID)
+SINGLE = gl.constexpr(_SINGLE)
 TURNS = gl.constexpr(_TURNS)
 
 
@@ -205,16 +207,17 @@ def attend(
     mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=n > 1)
     i = 1
     while i < n:
-        count = plain_tiles(i, sums.key, tile, rows, SPEC)
-        for j in range(count):
-            v_stage, v_phase = stage, phase
-            stage, phase = ring.following(v_stage, v_phase, STAGES)
-            next_stage, next_phase = ring.following(stage, phase, STAGES)
-            sums = next_tile(
-                P, sums, qs, part, ks, vs, tile, rows, key_of(i + j, tile, SPEC),
-                v_stage, v_phase, stage, next_stage, next_phase, True, bars, True, SPEC,
-            )  # fmt: skip
-        i += count
+        if not SPEC.FORM & SINGLE:
+            count = plain_tiles(i, sums.key, tile, rows, SPEC)
+            for j in range(count):
+                v_stage, v_phase = stage, phase
+                stage, phase = ring.following(v_stage, v_phase, STAGES)
+                next_stage, next_phase = ring.following(stage, phase, STAGES)
+                sums = next_tile(
+                    P, sums, qs, part, ks, vs, tile, rows, key_of(i + j, tile, SPEC),
+                    v_stage, v_phase, stage, next_stage, next_phase, True, bars, True, SPEC,
+                )  # fmt: skip
+            i += count
         v_stage, v_phase = stage, phase
         stage, phase = ring.following(v_stage, v_phase, STAGES)
         next_stage, next_phase = ring.following(stage, phase, STAGES)

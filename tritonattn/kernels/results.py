@@ -1,0 +1,121 @@
+"""What a program does with the rows of a tile that it is done with."""
+
+import triton
+import triton.language as tl
+
+from .tiles import store_tile, tile_rows
+
+
+@triton.jit
+def store_tile_rows(rows, acc, row_ok, SPEC):
+    store_tile(rows, acc, row_ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, SPEC.ALIGNED, SPEC.INTERPRETED)
+
+
+@triton.jit
+def store_part(partials, acc, lse, part, token, head, row_ok, SPEC):
+    part = part.to(tl.int64)
+    rows = partials.ptr + part * partials.stride_part + head * partials.stride_head
+    store_tile_rows(rows + token.to(tl.int64) * partials.stride_token, acc, row_ok, SPEC)
+    lses = partials.lse + part * partials.stride_lse_part + head * partials.stride_lse_head
+    tl.store(lses + token, lse, mask=row_ok)
+
+
+@triton.jit
+def store_whole(output, acc, lse, token, head, row_ok, SPEC):
+    rows = output.ptr + token.to(tl.int64) * output.stride_token + head * output.stride_head
+    store_tile_rows(rows, acc, row_ok, SPEC)
+    if SPEC.HAS_LSE:
+        tl.store(output.lse + head * output.stride_lse_head + token, lse, mask=row_ok)
+
+
+@triton.jit
+def store_rows(output, partials, acc, lse, part, parts, token, head, row_ok, SPEC):
+    """A tile's rows of out and lse, or of one of their parts; ``token`` counts over the batch."""
+    if part == 0:
+        counts = partials.counts + head * partials.stride_lse_head + token
+        tl.store(counts, tl.zeros_like(token) + parts, mask=row_ok)
+    if parts > 1:
+        store_part(partials, acc, lse, part, token, head, row_ok, SPEC)
+    else:
+        store_whole(output, acc, lse, token, head, row_ok, SPEC)
+
+
+@triton.jit
+def rows_to_store(place, q_start, len_q, num_kv_heads, ROWS: tl.constexpr, SPEC):
+    """(token, head, whether there is such a row) of the first ROWS of a tile."""
+    # From a zero that the compiler cannot see through: what only the end needs would otherwise hold
+    # a dozen registers all through the loops.
+    offs_m = tl.arange(0, ROWS) + (num_kv_heads >> 30)
+    offs_q, head, row_ok = tile_rows(
+        offs_m, place.tile, len_q, place.head_block, place.kv_head, SPEC
+    )
+    return q_start + offs_q, head, row_ok
+
+
+@triton.jit
+def store_share(shares, output, out, lse, place, piece, q_start, len_q, num_kv_heads, SPEC):
+    """A tile's rows, or one piece of them, of which the last program to get there merges all."""
+    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
+    if piece.parts == 1:
+        store_whole(output, out, lse, token, head, row_ok, SPEC)
+    else:
+        rows = (piece.first + piece.part).to(tl.int64) * SPEC.BLOCK_M + tl.arange(0, SPEC.BLOCK_M)
+        cells = rows[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
+        tl.store(shares.ptr + cells, out, mask=row_ok[:, None])
+        tl.store(shares.lse + rows, lse, mask=row_ok)
+        tl.debug_barrier()  # all of this program's stores come before its arrival
+        counter = shares.arrivals + piece.first
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == piece.parts - 1:
+            tl.store(counter, 0)
+            merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC)
+
+
+@triton.jit
+def merge_shares(shares, output, place, piece, q_start, len_q, num_kv_heads, SPEC):
+    """A tile's rows from all of its pieces, in their order."""
+    # One query a sequence fills as many rows as there are heads in a tile.
+    ROWS: tl.constexpr = SPEC.SHARE_ROWS
+    first = piece.first.to(tl.int64) * SPEC.BLOCK_M
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, SPEC.BLOCK_DV], tl.float32)
+    for start in tl.range(0, piece.parts, SPEC.SHARE_STEP):
+        row_max, row_sum, acc = add_parts(
+            row_max, row_sum, acc, shares, first, start, piece.parts, SPEC
+        )
+    is_empty = row_sum == 0.0
+    divisor = tl.where(is_empty, 1.0, row_sum)
+    out = tl.math.div_rn(acc, tl.broadcast_to(divisor[:, None], acc.shape))
+    lse = tl.where(is_empty, float("-inf"), row_max + tl.log(divisor))
+    token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, ROWS, SPEC)
+    store_whole(output, out, lse, token, head, row_ok, SPEC)
+
+
+@triton.jit
+def add_parts(row_max, row_sum, acc, shares, first, start, parts, SPEC):
+    """SHARE_STEP parts from ``start`` on, all of them on their way before the first is added."""
+    rows = tl.arange(0, SPEC.SHARE_ROWS)
+    lses = ()
+    outs = ()
+    for i in tl.static_range(SPEC.SHARE_STEP):
+        row = first + (start + i) * SPEC.BLOCK_M + rows
+        cell = row[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
+        is_part = rows * 0 + start + i < parts
+        # Other programs wrote them: not from this multiprocessor's own cache.
+        lse = tl.load(shares.lse + row, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        out = tl.load(shares.ptr + cell, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+        lses += (lse,)
+        outs += (out,)
+    m_new = row_max
+    for i in tl.static_range(SPEC.SHARE_STEP):
+        m_new = tl.maximum(m_new, lses[i])
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp(row_max - shift)
+    row_sum *= alpha
+    acc *= alpha[:, None]
+    for i in tl.static_range(SPEC.SHARE_STEP):
+        weight = tl.exp(lses[i] - shift)
+        row_sum += weight
+        acc = tl.fma(outs[i], tl.broadcast_to(weight[:, None], acc.shape), acc)
+    return m_new, row_sum, acc
