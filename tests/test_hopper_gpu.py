@@ -23,7 +23,7 @@ from tritonattn import binaries
 from tritonattn.inputs import POOL_LAYOUTS, TENSORS, generator
 from tritonattn.plan import HOPPER, PORTABLE
 from tritonattn.testing import Case, check
-from tritonattn.tuning.config import HOPPER_FORMS
+from tritonattn.tuning.config import HOPPER_SWITCHES
 from tritonattn.warmup import warmup
 
 pytestmark = [
@@ -126,7 +126,14 @@ def test_hopper_probe_sees_exactly_the_mask(function: str, mask: str, data, devi
 LONG = Case(PREFIX, (700, 0, 1, 300, 129), (130, 600, 64, 0, 7), poison="nan", **SHAPE)
 
 
-@pytest.mark.parametrize("form", HOPPER_FORMS)
+# Each switch alone, and such together as are chosen.
+FORMS = (
+    "plain", *HOPPER_SWITCHES, "lanes+drawn", "lanes+ahead+drawn", "turns+lanes+mid+drawn",
+    "lanes+mid+single", "turns+lanes+ahead+single",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("block_n", [64, 128])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=["64", "128"])
 @pytest.mark.parametrize("feature", ["causal", "all"])

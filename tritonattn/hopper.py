@@ -13,17 +13,18 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import AHEAD, DRAWN, EARLY, LANES, TURNS, HopperSpec, boxes
+from .kernels.hopper.spec import AHEAD, DRAWN, LANES, MID, SINGLE, TURNS, HopperSpec, boxes
 from .plan import Kind, Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
 
 SWITCHES = {
     "plain": 0,
-    "early": EARLY,
     "turns": TURNS,
     "lanes": LANES,
     "ahead": AHEAD,
+    "mid": MID,
+    "single": SINGLE,
     "drawn": DRAWN,
 }
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last

@@ -16,7 +16,7 @@ import torch
 
 from ..device import Device, target
 from ..errors import UnsupportedError, dtype_name
-from ..plan import HOPPER, LONG, plan
+from ..plan import FEW_TILES, HOPPER, LONG, plan
 from ..problem import Problem
 from .config import (
     KernelConfig,
@@ -80,19 +80,36 @@ def portable(problem: Problem, device: Device) -> KernelConfig:
 def hopper(problem: Problem) -> KernelConfig:
     """As large a tile as registers allow, and as many keys in flight as there is room for."""
     gpu = target(90)
-    form = "lanes+ahead" if 64 < whole_block(problem.head_dim_v) <= 128 else "lanes"
-    # Long tiles leave gaps at the end if they are dealt out; of short ones each drawing would show.
-    is_long = problem.has_cache or problem.total_q >= LONG * problem.batch
-    if is_long and not problem.batch_invariant:
-        form += "+drawn"
+    form = _order(problem)
+    if not problem.batch_invariant:
+        is_new = not problem.has_cache
+        if is_new and problem.total_q <= FEW_TILES * problem.batch:
+            form += "+single"
+        # Long tiles leave gaps at the end if they are dealt out; of short ones each drawing shows.
+        if not is_new or problem.total_q >= LONG * problem.batch:
+            form += "+drawn"
     # A cap and a bias together take more registers than there are beside so many scores.
-    is_heavy = problem.has_softcap and problem.has_alibi and "ahead" in form
+    is_heavy = problem.has_softcap and problem.has_alibi
+    is_heavy &= 64 < whole_block(problem.head_dim_v) <= 128
     tried = (
         KernelConfig(128, keys, 1, 4, stages, form, HOPPER)
         for keys in ((64,) if is_heavy else (128, 64))
         for stages in (4, 3, 2)
     )
     return next(config for config in tried if not unfit_for_hopper(config, problem, gpu))
+
+
+def _order(problem: Problem) -> str:
+    """The switches that say when a consumer does what, as they measured best on an H200."""
+    width = whole_block(problem.head_dim_v)
+    if width > 128:
+        return "lanes"
+    if problem.has_softcap:
+        return "turns+lanes+mid"
+    if width <= 64:
+        return "lanes+mid"
+    has_small_pages = problem.has_cache and problem.page_size < 128
+    return "lanes" if has_small_pages else "lanes+ahead"
 
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 
 from ..device import Device
-from ..plan import HOPPER, plan
+from ..plan import HOPPER, LONG, plan
 from ..problem import Problem
 from .config import HOPPER_FORMS, KernelConfig, blocks, invalid, whole_block, why_no_boxes
 from .heuristics import heuristic, portable
@@ -76,8 +76,13 @@ def _tried(problem: Problem, device: Device) -> list[KernelConfig]:
 
     tried = [heuristic(problem, device)]
     if plan(problem, device).kernel == HOPPER:
-        # To wait early has paid nowhere yet, nor has a sum in one part.
-        forms = [form for form in HOPPER_FORMS if "early" not in form and "lanes" in form]
+        # A row's sum in one part has paid nowhere yet, nor a single loop for long sequences.
+        has_few_tiles = problem.total_q < LONG * problem.batch
+        forms = [
+            form
+            for form in HOPPER_FORMS
+            if "lanes" in form and ("single" not in form or (has_few_tiles and "drawn" not in form))
+        ]
         for n, s, form in itertools.product((64, 128), (2, 3, 4), forms):
             tried.append(KernelConfig(128, n, 1, 4, s, form, HOPPER))
         tried.append(portable(problem, device))

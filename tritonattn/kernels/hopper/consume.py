@@ -6,8 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from .. import softmax
 from . import ring, scores
+from .products import begin_scores, products, turn
 from .schedule import visible_keys
-from .walk import TURNS, Tile, add_values, attend, begin_products, products, turn
+from .walk import TURNS, Tile, add_values, attend
 
 
 @gluon.constexpr_function
@@ -87,12 +88,12 @@ def begin_tile(P: gl.constexpr, count, keys, qs, ks, tiles, bars, SPEC: gl.const
     """How many key tiles the next tile of queries has, and its first product, begun; that is one of
     anything where there is no tile."""
     ring.wait_full(bars.tile_full, count, ring.SLOTS)
-    n = ring.field(tiles, count % ring.SLOTS, ring.NUM_TILES, 4)
-    i = (count % SPEC.Q_SLOTS) * ring.CONSUMERS + P
-    stage = keys % SPEC.STAGES
-    mbarrier.wait(bars.q_full.index(i), (count // SPEC.Q_SLOTS) & 1, pred=n > 0)
-    mbarrier.wait(bars.k_full.index(stage), (keys // SPEC.STAGES) & 1, pred=n > 0)
-    return n, begin_products(qs, i, ks, keys, SPEC)
+    n = ring.field(tiles, ring.place(count, ring.SLOTS), ring.NUM_TILES, 4)
+    i = ring.place(count, SPEC.Q_SLOTS) * ring.CONSUMERS + P
+    mbarrier.wait(bars.q_full.index(i), ring.phase(count, SPEC.Q_SLOTS), pred=n > 0)
+    stage = ring.place(keys, SPEC.STAGES)
+    mbarrier.wait(bars.k_full.index(stage), ring.phase(keys, SPEC.STAGES), pred=n > 0)
+    return n, begin_scores(qs, i, ks, stage, SPEC)
 
 
 @gluon.jit
@@ -110,7 +111,7 @@ def consume(
     n, qk = begin_tile(P, 0, 0, qs, ks, tiles, bars, SPEC)
     qk = warpgroup_mma_wait(1, deps=[qk])  # which waits for nothing yet
     while n > 0:
-        slot = count % ring.SLOTS
+        slot = ring.place(count, ring.SLOTS)
         tile = Tile(
             n,
             ring.field(tiles, slot, ring.NUM_NEW, 4),
@@ -130,19 +131,21 @@ def consume(
             row_max, row_sum = scores.with_sink(sink, row_max, row_sum, SPEC)
         acc = gl.full([M, SPEC.BLOCK_DV], 0.0, gl.float32, SUMS)
         rows = read_rows(P, tiles, slot, scoring, masking, is_padding, SPEC)
-        part = (count % SPEC.Q_SLOTS) * ring.CONSUMERS + P
-        acc, row_max, row_sum, p, key, keys = attend(
+        part = ring.place(count, SPEC.Q_SLOTS) * ring.CONSUMERS + P
+        sums, keys = attend(
             P, qk, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, keys, bars, SPEC
         )
-        ring.give_back(bars.q_empty, count % SPEC.Q_SLOTS)
-        sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)
+        ring.give_back(bars.q_empty, ring.place(count, SPEC.Q_SLOTS))
+        stage = ring.place(keys - 1, SPEC.STAGES)
+        phase = ring.phase(keys - 1, SPEC.STAGES)
+        acc = add_values(sums, vs, stage, phase, tile, bars, False, SPEC)
         # The next tile's first product begins before this one's end.
         count += 1
         n, qk = begin_tile(P, count, keys, qs, ks, tiles, bars, SPEC)
-        acc, qk = warpgroup_mma_wait(1, deps=[sums, qk])
-        ring.give_back(bars.v_empty, (keys - 1) % SPEC.STAGES)
-        row_sum = scores.whole_sums(row_sum, ROWS, SPEC)
-        store(P, acc, row_max, row_sum, tiles, slot, output, SPEC)
+        acc, qk = warpgroup_mma_wait(1, deps=[acc, qk])
+        ring.give_back(bars.v_empty, stage)
+        row_sum = scores.whole_sums(sums.row_sum, ROWS, SPEC)
+        store(P, acc, sums.row_max, row_sum, tiles, slot, output, SPEC)
         ring.give_back(bars.tile_empty, slot)
     warpgroup_mma_wait(0, deps=[qk])
     if SPEC.FORM & TURNS and P == 0:

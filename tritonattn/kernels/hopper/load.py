@@ -54,7 +54,7 @@ def copy_paged(pages, place, bar, buffer, stage, lane, BLOCK: gl.constexpr, SPEC
 @gluon.jit
 def copy_tile(box, pages, place, full, buffer, i, lane, BLOCK: gl.constexpr, SPEC: gl.constexpr):
     """Have [BLOCK_N, BLOCK], in strips of 64 columns, copied into the i-th use of ``buffer``."""
-    stage = i % SPEC.STAGES
+    stage = ring.place(i, SPEC.STAGES)
     bar = full.index(stage)
     mbarrier.expect(bar, SPEC.BLOCK_N * BLOCK * 2)
     if SPEC.HAS_NEW and SPEC.HAS_CACHE:
@@ -141,7 +141,7 @@ def copy_queries(q_box, tiles, slot, qs, bars, count, SPEC: gl.constexpr):
     head = ring.field(tiles, slot, ring.HEAD, 1)
     ring.wait_empty(bars.q_empty, count, SPEC.Q_SLOTS)
     for part in gl.static_range(ring.CONSUMERS):
-        i = (count % SPEC.Q_SLOTS) * ring.CONSUMERS + part
+        i = ring.place(count, SPEC.Q_SLOTS) * ring.CONSUMERS + part
         bar = bars.q_full.index(i)
         mbarrier.expect(bar, M * SPEC.BLOCK_D * 2)
         for strip in gl.static_range(STRIPS):
@@ -163,7 +163,7 @@ def load_tiles(
     ring.wait_full(bars.tile_full, 0, ring.SLOTS)
     n = ring.field(tiles, 0, ring.NUM_TILES, 1)
     while n > 0:
-        slot = count % ring.SLOTS
+        slot = ring.place(count, ring.SLOTS)
         tile = read_tile(tiles, slot, n, SPEC)
         place = place_of(0, tile, table, lane, SPEC)
         for i in range(n):
@@ -178,7 +178,7 @@ def load_tiles(
         ring.give_back(bars.tile_empty, slot)
         count += 1
         ring.wait_full(bars.tile_full, count, ring.SLOTS)
-        n = ring.field(tiles, count % ring.SLOTS, ring.NUM_TILES, 1)
+        n = ring.field(tiles, ring.place(count, ring.SLOTS), ring.NUM_TILES, 1)
 
 
 @gluon.jit

@@ -62,15 +62,44 @@ def field(tiles, slot, FIELD: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def place(i, N: gl.constexpr):
+    """Where in a ring of N its i-th use lies."""
+    # The compiler does not know that no count is negative, and would provide for that.
+    if N & (N - 1) == 0:
+        return i & (N - 1)
+    else:
+        return i % N
+
+
+@gluon.jit
+def phase(i, N: gl.constexpr):
+    """0 or 1: of the barriers of the i-th use of a ring of N."""
+    if N & (N - 1) == 0:
+        return (i & N) // N
+    else:
+        return (i // N) & 1
+
+
+@gluon.jit
+def following(slot, parity, N: gl.constexpr):
+    """``place`` and ``phase`` of the use after that of which these are."""
+    if N == 2:
+        return slot ^ 1, parity ^ slot
+    else:
+        is_last = slot == N - 1
+        return gl.where(is_last, 0, slot + 1), gl.where(is_last, parity ^ 1, parity)
+
+
+@gluon.jit
 def wait_full(bars, i, N: gl.constexpr):
     """Until the i-th use of a ring of N is there to be read."""
-    mbarrier.wait(bars.index(i % N), (i // N) & 1)
+    mbarrier.wait(bars.index(place(i, N)), phase(i, N))
 
 
 @gluon.jit
 def wait_empty(bars, i, N: gl.constexpr):
     """Until the i-th use of a ring of N may be written."""
-    mbarrier.wait(bars.index(i % N), ((i // N) & 1) ^ 1)
+    mbarrier.wait(bars.index(place(i, N)), phase(i, N) ^ 1)
 
 
 @gluon.jit

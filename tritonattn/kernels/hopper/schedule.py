@@ -190,8 +190,8 @@ def publish(fields, tiles, bars, count):
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows = ring.view_as(tiles, gl.int32, [ring.SLOTS, ring.WIDTH], ROW)
     ring.wait_empty(bars.tile_empty, count, ring.SLOTS)
-    rows.index(count % ring.SLOTS).store(fields)
-    mbarrier.arrive(bars.tile_full.index(count % ring.SLOTS), count=1)
+    rows.index(ring.place(count, ring.SLOTS)).store(fields)
+    mbarrier.arrive(bars.tile_full.index(ring.place(count, ring.SLOTS)), count=1)
 
 
 @gluon.jit

@@ -115,10 +115,10 @@ def row_bias(rows, key, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def score(qk, rows, key, limit, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
+def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
     """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; what they are multiplied with
     last, ``gain``, is left to do, if is_folded.  -inf where a key is not seen; keys from ``limit``
-    on are not there."""
+    on are not there.  If IS_PLAIN, every row sees them all."""
     offs_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
     x = qk
     if SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
@@ -132,6 +132,8 @@ def score(qk, rows, key, limit, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
             x = x * rows.gain
     if SPEC.HAS_ALIBI:
         x = with_bias(x, rows, key, SPEC)
+    if IS_PLAIN:
+        return x
     if (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit)):
         last = gl.minimum(rows.last, limit) - key
         x = gl.where(masks.is_visible(offs_n, rows.first - key, last), x, float("-inf"))
@@ -168,10 +170,16 @@ def row_sums(p, SPEC: gl.constexpr):
     """
     if SPEC.FORM & LANES:
         M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
-        lanes = gl.sum(gl.sum(gl.reshape(p, [M, SPEC.BLOCK_N // 8, 4, 2]), 3), 1)
+        lanes = gl.sum(gl.sum(gl.reshape(p, [M, p.shape[1] // 8, 4, 2]), 3), 1)
         return gl.sum(gl.reshape(lanes, [M, 2, 2]), 2)
     else:
         return gl.sum(p, 1)
+
+
+@gluon.jit
+def row_sums_like(sums, p, SPEC: gl.constexpr):
+    """``row_sums`` of some of the columns, in the layout of all columns' ``sums``."""
+    return gl.convert_layout(row_sums(p, SPEC), sums.type.layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -9,8 +9,8 @@ COLUMNS = 64  # of 16 bits: what one row of a swizzled box holds
 class HopperSpec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
-    FORM is a sum of switches for the order of the work, which change no result's meaning: EARLY,
-    TURNS, LANES, AHEAD, DRAWN.
+    FORM is a sum of switches for the order of the work, which change no result's meaning: TURNS,
+    LANES, AHEAD, MID, SINGLE, DRAWN.
     """
 
     HEAD_DIM: int
@@ -38,11 +38,12 @@ class HopperSpec(NamedTuple):
     OUT_ALIGNED: bool  # every row of the output starts on 16 bytes
 
 
-EARLY = 1  # wait for the last values' product before most exponentials, not after
-TURNS = 2  # the warpgroups take turns at the tensor cores
-LANES = 4  # a row's sum is kept in two parts until the end
-AHEAD = 8  # the next product with keys begins before the sums are rescaled
-DRAWN = 16  # programs draw their tiles from a counter, where dealing them out would leave gaps
+TURNS = 1  # the warpgroups take turns at the tensor cores
+LANES = 2  # a row's sum is kept in two parts until the end
+AHEAD = 4  # the next product with keys begins before the sums are rescaled
+MID = 8  # the last values' product is waited for amid the exponentials, not after them
+SINGLE = 16  # the tiles that all queries see have no loop of their own: where there are few
+DRAWN = 32  # programs draw their tiles from a counter, where dealing them out would leave gaps
 
 
 def boxes(spec: HopperSpec) -> dict[str, tuple[int, ...]]:

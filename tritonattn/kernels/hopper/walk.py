@@ -3,27 +3,36 @@
 Values are one tile behind keys: the tensor cores compute Q K(i) and P V(i - 1) together, of which
 only the first is waited for; the second and what the other consumer has begun run while the softmax
 of tile i is computed.
+
+Every instruction between the products shows.  So tiles that all queries see whole, which are most
+of many, have a loop of their own, without masks or a look at what is seen; and a ring's slots are
+counted on, not worked out.
 """
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from . import ring, scores
-from .ring import COLUMNS, swizzled
+from .products import (
+    begin_scores,
+    begin_values,
+    clear_unseen,
+    halves,
+    operand,
+    rescale,
+    turn,
+)
 from .spec import AHEAD as _AHEAD
-from .spec import EARLY as _EARLY
+from .spec import MID as _MID
+from .spec import SINGLE as _SINGLE
 from .spec import TURNS as _TURNS
 
 AHEAD = gl.constexpr(_AHEAD)
-EARLY = gl.constexpr(_EARLY)
+MID = gl.constexpr(_MID)
+SINGLE = gl.constexpr(_SINGLE)
 TURNS = gl.constexpr(_TURNS)
 
 
@@ -39,42 +48,16 @@ class Tile(NamedTuple):
     context: object  # keys in the cache
 
 
-@gluon.constexpr_function
-def products(columns):
-    """Where a warpgroup's products lie: [M, columns] of float32."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
+class Sums(NamedTuple):
+    """What the key tiles so far come to; the last one's values are yet to be added."""
 
-
-@gluon.jit
-def turn(GIVE: gl.constexpr, OF: gl.constexpr):
-    """Wait for a consumer's turn at the tensor cores, or give it."""
-    BAR: gl.constexpr = 13 + OF
-    OP: gl.constexpr = "bar.arrive" if GIVE else "bar.sync"
-    gl.inline_asm_elementwise(
-        OP + " $1, 256; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(BAR)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def clear_unseen(vs, stage, key, low, high, SPEC: gl.constexpr):
-    """Zero the values of keys outside low..high in a tile: 0 x NaN would reach the sums."""
-    STRIPS: gl.constexpr = SPEC.BLOCK_DV // COLUMNS
-    PARTS: gl.constexpr = SPEC.BLOCK_N // 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    parts = ring.view_as(vs, vs.dtype, [SPEC.STAGES * STRIPS * PARTS, 16, COLUMNS], swizzled(2))
-    offs = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-    for part in range(PARTS):
-        begin = key + part * 16
-        if (begin < low) | (begin + 16 > high):
-            is_seen = gl.expand_dims((begin + offs >= low) & (begin + offs < high), 1)
-            for strip in gl.static_range(STRIPS):
-                rows = parts.index((stage * STRIPS + strip) * PARTS + part)
-                rows.store(gl.where(is_seen, rows.load(LAYOUT), 0.0))
-    fence_async_shared()
-    ring.barrier()
+    acc: object  # [M, BLOCK_DV]
+    row_max: object
+    row_sum: object
+    p: object  # the last tile's weights; if MID, those of the first half of its keys
+    rest: object  # and of the other half
+    alpha: object  # what acc is to be scaled by, if AHEAD
+    key: object  # the last tile's first key
 
 
 @gluon.jit
@@ -99,105 +82,151 @@ def limit_of(key, tile, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def begin_products(qs, part, ks, i, SPEC: gl.constexpr):
-    """Begin Q K of part ``part`` of ``qs`` and the i-th use of ``ks``."""
-    M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
-    PARTS: gl.constexpr = SPEC.Q_SLOTS * ring.CONSUMERS
-    zero = gl.full([M, SPEC.BLOCK_N], 0.0, gl.float32, products(SPEC.BLOCK_N))
-    stage = i % SPEC.STAGES
-    q = ring.main_of(qs, part, M, PARTS, SPEC.BLOCK_D)
-    k = ring.main_of(ks, stage, SPEC.BLOCK_N, SPEC.STAGES, SPEC.BLOCK_D)
-    qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if ring.main_part(SPEC.BLOCK_D) < SPEC.BLOCK_D:
-        q = ring.rest_of(qs, part, PARTS, SPEC.BLOCK_D)
-        k = ring.rest_of(ks, stage, SPEC.STAGES, SPEC.BLOCK_D)
-        qk = warpgroup_mma(q, k.permute((1, 0)), qk, is_async=True)
-    return qk
+def is_clean(key, tile, SPEC: gl.constexpr):
+    """Whether all values of a key tile may be multiplied."""
+    return (key >= tile.keep_low) & (key + SPEC.BLOCK_N <= limit_of(key, tile, SPEC))
 
 
 @gluon.jit
-def rescale(acc, alpha):
-    LAYOUT: gl.constexpr = acc.type.layout
-    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
+def make_clean(vs, stage, key, tile, SPEC: gl.constexpr):
+    if not is_clean(key, tile, SPEC):
+        clear_unseen(vs, stage, key, tile.keep_low, limit_of(key, tile, SPEC), SPEC)
 
 
 @gluon.jit
-def add_values(p, vs, i, acc, key, tile, bars, SPEC: gl.constexpr):
-    """Begin acc + p V for the i-th use of ``vs``, the values of the keys from ``key`` on."""
-    ring.wait_full(bars.v_full, i, SPEC.STAGES)
-    stage = i % SPEC.STAGES
-    high = limit_of(key, tile, SPEC)
-    if (key < tile.keep_low) | (key + SPEC.BLOCK_N > high):
-        clear_unseen(vs, stage, key, tile.keep_low, high, SPEC)
-    values = ring.main_of(vs, stage, SPEC.BLOCK_N, SPEC.STAGES, SPEC.BLOCK_DV)
-    return warpgroup_mma(p, values, acc, is_async=True)
+def plain_tiles(i, last_key, tile, rows, SPEC: gl.constexpr):
+    """How many key tiles from the i-th on all rows see whole, and are not the last; none where the
+    values of the one before, that of ``last_key``, must be cleared."""
+    key = key_of(i, tile, SPEC)
+    low = gl.maximum(rows.full_low, tile.keep_low)
+    high = gl.minimum(rows.full_high, limit_of(key, tile, SPEC))
+    count = gl.minimum((key - low) // SPEC.BLOCK_N + 1, tile.num_tiles - 1 - i)
+    if SPEC.HAS_CACHE and SPEC.HAS_NEW:
+        count = gl.where(i < tile.num_new, gl.minimum(count, tile.num_new - i), count)
+    is_plain = (key >= low) & (key + SPEC.BLOCK_N <= high) & is_clean(last_key, tile, SPEC)
+    return gl.where(is_plain, count, 0)
+
+
+@gluon.jit
+def add_values(
+    sums, vs, stage, phase, tile, bars, IS_CLEAN: gl.constexpr, SPEC: gl.constexpr
+):  # fmt: skip
+    """Begin to add the last tile's values, in ``stage`` of ``vs``."""
+    mbarrier.wait(bars.v_full.index(stage), phase)
+    if not IS_CLEAN:
+        make_clean(vs, stage, sums.key, tile, SPEC)
+    return begin_values(sums.p, sums.rest, vs, stage, sums.acc, SPEC)
+
+
+@gluon.jit
+def first_tile(qk, tile, rows, acc, row_max, row_sum, SPEC: gl.constexpr, dtype: gl.constexpr):
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    key = key_of(0, tile, SPEC)
+    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), False, dtype == gl.bfloat16, SPEC)
+    row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
+    w = scores.weigh(x, shift, rows, SPEC)
+    row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
+    rest = 0
+    if SPEC.FORM & MID:
+        a, b = halves(w)
+        p = operand(a, dtype, WEIGHTS)
+        rest = operand(b, dtype, WEIGHTS)
+    else:
+        p = gl.convert_layout(w.to(dtype), WEIGHTS)
+    return Sums(acc, row_max, row_sum, p, rest, alpha, key)
+
+
+@gluon.jit
+def next_tile(
+    P: gl.constexpr, sums, qs, part, ks, vs, tile, rows, key,
+    v_stage, v_phase, stage, next_stage, next_phase, has_next, bars,
+    IS_PLAIN: gl.constexpr, SPEC: gl.constexpr,
+):  # fmt: skip
+    """Add the last tile's values, in ``v_stage``, and weigh the keys from ``key`` on, which are in
+    ``stage``.  ``next_stage`` is waited for, if there is a next tile."""
+    dtype: gl.constexpr = ks.dtype
+    LAYOUT: gl.constexpr = sums.acc.type.layout
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+    if SPEC.FORM & TURNS:
+        turn(False, P)
+    qk = begin_scores(qs, part, ks, stage, SPEC)
+    if SPEC.FORM & AHEAD:
+        acc = rescale(sums.acc, sums.alpha)
+        sums = Sums(acc, sums.row_max, sums.row_sum, sums.p, sums.rest, sums.alpha, sums.key)
+    acc = add_values(sums, vs, v_stage, v_phase, tile, bars, IS_PLAIN, SPEC)
+    if SPEC.FORM & TURNS:
+        turn(True, 1 - P)
+    qk = warpgroup_mma_wait(2 if SPEC.FORM & MID else 1, deps=[qk])
+    ring.give_back(bars.k_empty, stage)
+    limit = limit_of(key, tile, SPEC)
+    x = scores.score(qk, rows, key, limit, IS_PLAIN, dtype == gl.bfloat16, SPEC)
+    row_max, shift, alpha = scores.raise_max(x, sums.row_max, rows, key, SPEC)
+    row_sum = scores.rescale_sums(sums.row_sum, alpha, SPEC)
+    rest = 0
+    # The wait for the next keys ends a basic block, and so keeps ptxas from waiting for P V before
+    # the exponentials that stand before it.
+    if SPEC.FORM & MID:
+        a, b = halves(x)
+        shift = gl.convert_layout(shift, gl.SliceLayout(1, a.type.layout), assert_trivial=True)
+        a = scores.weigh(a, shift, rows, SPEC)
+        row_sum += scores.row_sums_like(row_sum, a, SPEC)
+        mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
+        acc, a, b, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, a, b, alpha, row_sum])
+        ring.give_back(bars.v_empty, v_stage)
+        acc = rescale(acc, alpha)
+        b = scores.weigh(b, shift, rows, SPEC)
+        row_sum += scores.row_sums_like(row_sum, b, SPEC)
+        p = operand(a, dtype, WEIGHTS)
+        rest = operand(b, dtype, WEIGHTS)
+    else:
+        w = scores.weigh(x, shift, rows, SPEC)
+        row_sum += scores.row_sums(w, SPEC)
+        w = gl.convert_layout(w.to(dtype), WEIGHTS)
+        mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
+        acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, w, alpha, row_sum])
+        ring.give_back(bars.v_empty, v_stage)
+        if not SPEC.FORM & AHEAD:
+            acc = rescale(acc, alpha)
+    return Sums(acc, row_max, row_sum, p, rest, alpha, key)
 
 
 @gluon.jit
 def attend(
-    P: gl.constexpr,
-    qk,
-    qs,
-    part,
-    ks,
-    vs,
-    tile,
-    rows,
-    acc,
-    row_max,
-    row_sum,
-    keys,
-    bars,
+    P: gl.constexpr, qk, qs, part, ks, vs, tile, rows, acc, row_max, row_sum, uses, bars,
     SPEC: gl.constexpr,
-):
-    """All key tiles of a tile of queries but the last one's values; ``keys`` is the first one's
-    use of ``ks``, whose product ``qk`` has begun."""
+):  # fmt: skip
+    """All key tiles of a tile of queries but the last one's values.  ``uses`` is the first one's
+    use of ``ks``, whose product ``qk`` has begun; returned is that of the next tile of queries."""
     STAGES: gl.constexpr = SPEC.STAGES
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
-    dtype: gl.constexpr = ks.dtype
-    IS_ROUGH: gl.constexpr = dtype == gl.bfloat16
     n = tile.num_tiles
+    stage, phase = ring.place(uses, STAGES), ring.phase(uses, STAGES)
     qk = warpgroup_mma_wait(0, deps=[qk])
-    ring.give_back(bars.k_empty, keys % STAGES)
-    key = key_of(0, tile, SPEC)
-    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), IS_ROUGH, SPEC)
-    row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
-    p = scores.weigh(x, shift, rows, SPEC)
-    row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(p, SPEC)
-    p = gl.convert_layout(p.to(dtype), WEIGHTS)
-    keys += 1
-    mbarrier.wait(bars.k_full.index(keys % STAGES), (keys // STAGES) & 1, pred=n > 1)
-    for i in range(1, n):
-        if SPEC.FORM & TURNS:
-            turn(False, P)
-        qk = begin_products(qs, part, ks, keys, SPEC)
-        if SPEC.FORM & AHEAD:
-            acc = rescale(acc, alpha)
-        sums = add_values(p, vs, keys - 1, acc, key, tile, bars, SPEC)
-        if SPEC.FORM & TURNS:
-            turn(True, 1 - P)
-        qk = warpgroup_mma_wait(1, deps=[qk])
-        ring.give_back(bars.k_empty, keys % STAGES)
-        key = key_of(i, tile, SPEC)
-        x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), IS_ROUGH, SPEC)
-        row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
-        if SPEC.FORM & EARLY:
-            acc, alpha = warpgroup_mma_wait(0, deps=[sums, alpha])
-            ring.give_back(bars.v_empty, (keys - 1) % STAGES)
-        w = scores.weigh(x, shift, rows, SPEC)
-        row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
-        w = gl.convert_layout(w.to(dtype), WEIGHTS)
-        keys += 1
-        # Unless EARLY, this ends a basic block, and so keeps ptxas from waiting for P V before the
-        # exponentials.
-        mbarrier.wait(bars.k_full.index(keys % STAGES), (keys // STAGES) & 1, pred=i + 1 < n)
-        if SPEC.FORM & EARLY:
-            p = w
-        else:
-            acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[sums, w, alpha, row_sum])
-            ring.give_back(bars.v_empty, (keys - 2) % STAGES)
-        if not SPEC.FORM & AHEAD:
-            acc = rescale(acc, alpha)
+    ring.give_back(bars.k_empty, stage)
+    sums = first_tile(qk, tile, rows, acc, row_max, row_sum, SPEC, ks.dtype)
+    next_stage, next_phase = ring.following(stage, phase, STAGES)
+    mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=n > 1)
+    i = 1
+    while i < n:
+        if not SPEC.FORM & SINGLE:
+            count = plain_tiles(i, sums.key, tile, rows, SPEC)
+            for j in range(count):
+                v_stage, v_phase = stage, phase
+                stage, phase = ring.following(v_stage, v_phase, STAGES)
+                next_stage, next_phase = ring.following(stage, phase, STAGES)
+                sums = next_tile(
+                    P, sums, qs, part, ks, vs, tile, rows, key_of(i + j, tile, SPEC),
+                    v_stage, v_phase, stage, next_stage, next_phase, True, bars, True, SPEC,
+                )  # fmt: skip
+            i += count
+        v_stage, v_phase = stage, phase
+        stage, phase = ring.following(v_stage, v_phase, STAGES)
+        next_stage, next_phase = ring.following(stage, phase, STAGES)
+        sums = next_tile(
+            P, sums, qs, part, ks, vs, tile, rows, key_of(i, tile, SPEC),
+            v_stage, v_phase, stage, next_stage, next_phase, i + 1 < n, bars, False, SPEC,
+        )  # fmt: skip
+        i += 1
     if SPEC.FORM & AHEAD:
-        acc = rescale(acc, alpha)
-    return acc, row_max, row_sum, p, key, keys
+        acc = rescale(sums.acc, sums.alpha)
+        sums = Sums(acc, sums.row_max, sums.row_sum, sums.p, sums.rest, sums.alpha, sums.key)
+    return sums, uses + n
