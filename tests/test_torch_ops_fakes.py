@@ -133,7 +133,7 @@ def test_eager_calls_do_not_go_through_the_dispatcher(device) -> None:
 def test_operator_shares_no_memory_with_eager_calls(is_operator, device) -> None:
     shared = []
 
-    def take(like: Tensor, numel: int, **how: bool) -> Tensor:
+    def take(place: object, like: Tensor, numel: int, **how: bool) -> Tensor:
         shared.append(how["shared"])
         return like.new_empty(numel, dtype=torch.float32)
 

@@ -26,12 +26,13 @@ from .call import Call
 from .device import Device
 from .kernels.attention import attention_kernel
 from .kernels.masks import Masking
+from .kernels.results import GROUP
 from .kernels.spec import Spec
 from .kernels.splits import Shares, Splits
 from .kernels.tiles import Pages
 from .plan import NO_LIMIT, Kind, Plan
 from .problem import Problem
-from .tuning.config import KernelConfig, blocks, shared_memory, whole_block
+from .tuning.config import KernelConfig, blocks, whole_block
 
 SCRATCH = 1 << 24  # float32 numbers of partial results
 REGISTERS = 1 << 16  # of a multiprocessor
@@ -174,15 +175,11 @@ def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:
     return 1 << (config.pack - 1).bit_length() if problem.is_decode else config.block_m
 
 
-def _share_step(rows: int, problem: Problem, config: KernelConfig, gpu: Device) -> int:
-    """As many parts as registers hold without more of them than the walk over the keys takes."""
-    if rows == 0:
-        return 0
-    shared = shared_memory(config, problem, gpu)
-    programs = _fit(USUAL_REGISTERS, shared, config, gpu)
-    has_room = REGISTERS // (programs * 32 * config.num_warps) > USUAL_REGISTERS
-    numbers = (64 if has_room else 32) * 32 * config.num_warps
-    return min(max(numbers // (rows * whole_block(problem.head_dim_v)), 1), 8)
+def _share_step(rows: int, problem: Problem, config: KernelConfig) -> int:
+    """As many parts as take half of a thread's usual registers."""
+    numbers = USUAL_REGISTERS // 2 * 32 * config.num_warps
+    cells = rows * whole_block(problem.head_dim_v)
+    return min(max(numbers // cells, 1), GROUP) if rows else 0
 
 
 def make_spec(
@@ -227,7 +224,7 @@ def make_spec(
         has_lse,
         plan.cut,
         share_rows,
-        _share_step(share_rows, problem, config, gpu),
+        _share_step(share_rows, problem, config),
         aligned,
         config.form == "boxes",
         gpu.is_interpreter,

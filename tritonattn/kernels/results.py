@@ -5,6 +5,9 @@ import triton.language as tl
 
 from .tiles import store_tile, tile_rows
 
+GROUP = 16  # pieces
+PER_GROUP: tl.constexpr = tl.constexpr(GROUP)
+
 
 @triton.jit
 def store_tile_rows(rows, acc, row_ok, SPEC):
@@ -58,30 +61,29 @@ def store_share(shares, output, out, lse, place, piece, q_start, len_q, num_kv_h
 
     Many are merged by groups first, side by side, then the groups: reading takes time.
     """
-    GROUP: tl.constexpr = 8
     token, head, row_ok = rows_to_store(place, q_start, len_q, num_kv_heads, SPEC.BLOCK_M, SPEC)
     first = piece.first
     if piece.parts == 1:
         store_whole(output, out, lse, token, head, row_ok, SPEC)
     else:
         store_slot(shares, first + piece.part, out, lse, row_ok, SPEC.BLOCK_M, SPEC)
-        if SPEC.SHARE_ROWS * SPEC.BLOCK_DV > 2048 or piece.parts <= 2 * GROUP:
+        if SPEC.SHARE_ROWS * SPEC.BLOCK_DV > 2048 or piece.parts <= PER_GROUP:
             if arrive(shares.arrivals + first, piece.parts):
                 store_merged(
                     shares, output, first, piece.parts, 1, place, q_start, len_q, num_kv_heads, SPEC
                 )
         else:
-            group = first + piece.part // GROUP * GROUP
-            members = tl.minimum(GROUP, first + piece.parts - group)
+            group = first + piece.part // PER_GROUP * PER_GROUP
+            members = tl.minimum(PER_GROUP, first + piece.parts - group)
             if arrive(shares.arrivals + group, members):
                 merged, merged_lse = merge_slots(shares, group, members, 1, SPEC)
                 rows = tl.arange(0, SPEC.SHARE_ROWS)
                 store_slot(shares, group, merged, merged_lse, rows >= 0, SPEC.SHARE_ROWS, SPEC)
-                count = tl.cdiv(piece.parts, GROUP)
+                count = tl.cdiv(piece.parts, PER_GROUP)
                 if arrive(shares.arrivals + first + 1, count):  # no group's own counter
                     store_merged(
-                        shares, output, first, count, GROUP, place, q_start, len_q, num_kv_heads,
-                        SPEC,
+                        shares, output, first, count, PER_GROUP, place, q_start, len_q,
+                        num_kv_heads, SPEC,
                     )  # fmt: skip
 
 

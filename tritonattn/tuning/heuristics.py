@@ -138,7 +138,7 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
         # Few such blocks fit, so that there are few parts to merge.
         return Tile(32, 128 if problem.is_decode else 64, 4, 5)
     if rows <= SHORT:
-        warps = 8 if rows > 32 or width >= 256 else 4
+        warps = 8 if width >= 256 else 4
         keys = 128 if rows <= 32 and width <= 64 and problem.has_cache else 64
         if has_fp8 and not device.has_native_e4m3:
             keys //= 2
