@@ -215,7 +215,7 @@ def test_explain_shows_the_whole_way_of_a_call_for_a_gpu_that_is_not_here(
     assert main(["explain", *arguments, "--shape", "1x1@8k"]) == 0
     said = capsys.readouterr().out
     for part in (
-        "decode, 9/3 heads of 64, 1 x 1 on 8192", "pages of 16", "shares", "16 x 64 tile",
+        "decode, 9/3 heads of 64, 1 x 1 on 8192", "pages of 16", "shares", "16 x 128 tile",
         "the heuristic", "for sm_90", "registers", "KiB shared memory", "no spills",
     ):  # fmt: skip
         assert part in said, part
