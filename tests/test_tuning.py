@@ -315,3 +315,25 @@ def test_kernels_compile_without_a_gpu(arch: str, tmp_path: Path):
     # Parts are merged by a kernel of their own, shares by the last program.
     binaries = 4 if arch == "gfx942" else 3
     assert f"{binaries} binaries" in done.stdout
+
+
+@pytest.mark.parametrize("dim", [80, 96, 192])
+def test_no_tile_is_chosen_whose_second_product_is_miscompiled(dim: int) -> None:
+    """Read past the end of shared memory on an H200, with heads of 96 off 16 bytes."""
+    gpu = target(90)
+    aligned = dataclasses.replace(
+        DECODE, head_dim=dim, head_dim_v=dim, is_decode=False, total_q=4096, max_q=1024, batch=4
+    )
+    problem = dataclasses.replace(aligned, rows_aligned=False)
+    small, large = KernelConfig(64, 32, 1, 4, 2), KernelConfig(128, 32, 1, 8, 2)
+    two_groups = KernelConfig(64, 32, 1, 8, 2)
+    assert "8 warps need 128 rows" in invalid(two_groups, aligned, gpu)
+    assert "off 16 bytes" in invalid(small, problem, gpu)
+    assert "off 16 bytes" in invalid(large, problem, gpu)
+    for config in (small, large):
+        assert not invalid(config, aligned, gpu)
+    whole = dataclasses.replace(problem, head_dim=64, head_dim_v=64)
+    assert not invalid(two_groups, whole, gpu)
+    tree = dataclasses.replace(problem, mask=MaskSpec(has_tree=True))
+    for case in (aligned, problem, tree):
+        assert not invalid(heuristics.portable(case, gpu), case, gpu)

@@ -94,6 +94,8 @@ def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
         return f"pack must be from 1 to min(block_m, heads a KV head); got {config.pack}"
     if config.form == "boxes" and (reason := why_no_boxes(problem, device)):
         return reason
+    if config.block_m >= 64 and (reason := _miscompiled(config, problem, device)):
+        return reason
     width = config.block_n + whole_block(problem.head_dim_v)
     sums = config.block_m * width // (32 * config.num_warps)
     # Blackwell's data-centre GPUs keep sums in a memory of their own, AMD's have 512 registers.
@@ -194,6 +196,24 @@ def has_tensor_cores(device: Device) -> bool:
 def has_warpgroup_mma(device: Device) -> bool:
     """Whether matrix products read shared memory and leave registers to their sums."""
     return device.backend == "cuda" and isinstance(device.arch, int) and 90 <= device.arch < 120
+
+
+def _miscompiled(config: KernelConfig, problem: Problem, device: Device) -> str:
+    """Why warpgroups' products of this tile come out wrong; "" if they do not.
+
+    Of a head's dims in two blocks the second product is added to the first.  With Triton 3.6.0 its
+    queries' address was wrong on an H200 where two warpgroups shared 64 rows and keys came from
+    registers (heads of 96): reads past the end of shared memory.  Neither is done here.
+    """
+    is_split = (
+        problem.dtype.itemsize == 2 and len(blocks(problem.head_dim, problem.dtype, device)) > 1
+    )
+    if not is_split or not has_warpgroup_mma(device):
+        return ""
+    dims = f"heads of {problem.head_dim} dims, which take two products"
+    if config.block_m < 16 * config.num_warps:
+        return f"{config.num_warps} warps need {16 * config.num_warps} rows for {dims}"
+    return "" if problem.rows_aligned else f"rows off 16 bytes take tiles of 32 rows for {dims}"
 
 
 def why_no_boxes(problem: Problem, device: Device) -> str:

@@ -130,8 +130,12 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
         if rows <= 16 and has_room and not has_tree and not has_fp8:
             return Tile(16, 32, 4, 3)
         return Tile(_up_to(32, rows), 32, 8, 2)
+    has_halves = (
+        has_warpgroup_mma(device) and len(blocks(problem.head_dim, problem.dtype, device)) > 1
+    )
     if has_tree:
-        return Tile(_up_to(32 if has_fp8 else 64, rows), 32, 8 if rows > 16 else 4, 3)
+        most = 32 if has_fp8 or has_halves else 64
+        return Tile(_up_to(most, rows), 32, 8 if rows > 16 else 4, 3)
     if rows <= 16 and width <= 128 and has_fp8 and has_room and device.has_native_e4m3:
         return Tile(16, 64, 2, 5)  # few threads, many loads: several such blocks fit
     if 16 < rows <= 32 and width <= 128 and problem.has_cache and has_room and not has_fp8:
@@ -144,7 +148,7 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
             keys //= 2
         return Tile(_up_to(64, rows), keys, warps, 4 if width <= 128 else 3)
     if not problem.rows_aligned:
-        return Tile(64, 32, 8, 3)
+        return Tile(32, 32, 4, 3) if has_halves else Tile(64, 32, 8, 3)
     form = KernelConfig.form if why_no_boxes(problem, device) else "boxes"
     if width <= 64:
         return Tile(64, 64, 4, 3 if device.arch == 90 else 2, form)
