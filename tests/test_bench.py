@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tritonattn import reference
-from tritonattn.bench import catalogue, command, peers
+from tritonattn.bench import catalogue, command, peers, session
 from tritonattn.bench.cases import FP8, Case, lognormal, select, tiny
 from tritonattn.bench.correctness import Oracle, Wrong, samples
-from tritonattn.bench.gpu import Facts
+from tritonattn.bench.gpu import Facts, LostError
 from tritonattn.bench.inputs import build, copies
 from tritonattn.bench.peers import layouts
 from tritonattn.bench.report import FAILED, OK, OWN, SKIPPED, WRONG, Report
@@ -255,6 +255,22 @@ def test_run_case_reports_every_peer_and_times_the_right_ones(device: torch.devi
     assert [name for name, result in row.results.items() if result.timing] == [OWN, "right"]
 
 
+def lost(device: torch.device) -> None:
+    raise LostError("CUDA error: an illegal memory access was encountered")
+
+
+def test_run_case_names_the_peer_that_broke_the_gpu(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    def breaks(case: Case, call: Call) -> Any:
+        monkeypatch.setattr(session, "ensure_alive", lost)
+        raise RuntimeError("an illegal memory access")
+
+    case = tiny(select(catalogue.ALL, ["smoke tiny decode"])[0])
+    with pytest.raises(LostError, match="peer broke the GPU's context: CUDA error: an illegal"):
+        run_case(case, device, {"peer": fake_peer(breaks)}, 0, None, SHORT)
+
+
 @pytest.mark.parametrize(
     "name",
     ["smoke", "fp8 cache", "D 576/512", "64 mixed, page 12", "chunk 8192", "batch-invariant"],
@@ -420,3 +436,8 @@ def test_command_measures_checks_and_writes_a_report(
     (row,) = report.rows
     assert row.us == 500.0
     assert row.results["fa2"].status == SKIPPED
+    # Another process has broken the GPU by then, or a kernel that failed late.
+    monkeypatch.setattr(session, "ensure_alive", lost)
+    assert command.run(parser.parse_args([*words, "--against", "none"])) == 1
+    assert "smoke tiny decode: CUDA error: an illegal memory access" in capsys.readouterr().out
+    assert Report.load(path).rows == []

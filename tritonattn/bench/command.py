@@ -19,7 +19,7 @@ from ..device import interpreting
 from . import catalogue, peers, plots, tables
 from .cases import Case, select, tiny
 from .compare import compare
-from .gpu import GpuClock, current_device, facts, free_memory, versions
+from .gpu import GpuClock, LostError, current_device, facts, free_memory, versions
 from .progress import Progress, show
 from .report import FAILED, OWN, WRONG, Report
 from .roofline import measure_ceilings
@@ -146,7 +146,7 @@ def _measure(
         report.save(args.json)  # now, so that a place that cannot be written is known at once
     print(f"{card.name}: {len(cases)} cases against {', '.join(modules) or 'nobody'}", flush=True)
     _compile_ahead(cases, modules, device, notes)
-    stopped = False
+    stopped = is_lost = False
     try:
         with Progress(len(cases)) as progress:
             if not args.check:
@@ -167,10 +167,13 @@ def _measure(
     except KeyboardInterrupt:
         stopped = True
         print("interrupted: what there is so far")
+    except LostError as error:
+        is_lost = True
+        print(f"{case.name}: {error}; what there is so far, run the other cases by --case")
     if args.json:
         report.save(args.json)
     code = _conclude(report, base, args)
-    return 130 if stopped else code
+    return 130 if stopped else max(code, is_lost)
 
 
 def _compile_ahead(

@@ -87,6 +87,20 @@ def versions() -> dict[str, Any]:
     }
 
 
+class LostError(RuntimeError):
+    """The GPU cannot be used any more in this process."""
+
+
+def ensure_alive(device: torch.device) -> None:
+    """Raises LostError where something has broken the GPU's context."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise LostError(str(error).strip().splitlines()[0]) from error
+
+
 def free_memory() -> None:
     """Give back what nothing holds any more."""
     gc.collect()

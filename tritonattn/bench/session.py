@@ -11,7 +11,7 @@ import torch
 from ..call import Call
 from .cases import Case
 from .correctness import Oracle, Wrong
-from .gpu import free_memory
+from .gpu import LostError, ensure_alive, free_memory
 from .inputs import build, copies, own
 from .peers import Unsupported, one_line
 from .report import FAILED, OK, OWN, SKIPPED, WRONG, Result, Row
@@ -38,8 +38,8 @@ def run_case(
             _run(case, device, peers, l2_bytes if clock else 0, clock, effort, row)
     except torch.OutOfMemoryError:
         row.results = {OWN: Result(SKIPPED, "does not fit in this card's memory")}
-    finally:
-        free_memory()
+    ensure_alive(device)
+    free_memory()
     return row
 
 
@@ -71,6 +71,10 @@ def _run(
             row.results[name] = Result(WRONG, str(error)[:400])
         except Exception as error:
             row.results[name] = Result(FAILED, one_line(error))
+            try:
+                ensure_alive(device)
+            except LostError as lost:
+                raise LostError(f"{name} broke the GPU's context: {lost}") from error
     if clock is None:
         return
     timings, failed = measure(ready, clock, effort)
