@@ -172,7 +172,9 @@ def share_programs(plan: Plan, config: KernelConfig, problem: Problem) -> int:
 def _share_rows(problem: Problem, plan: Plan, config: KernelConfig) -> int:
     if plan.cut != "shares":
         return 0
-    return 1 << (config.pack - 1).bit_length() if problem.is_decode else config.block_m
+    # Two at least: numbers of two rows pass from thread to thread, which makes all wait until all
+    # have read; the merged rows of a group are then written where its first piece's were.
+    return max(2, 1 << (config.pack - 1).bit_length()) if problem.is_decode else config.block_m
 
 
 def _share_step(rows: int, problem: Problem, config: KernelConfig) -> int:
