@@ -18,10 +18,10 @@ from tuner import H200, user_tables  # noqa: F401 -- a fixture
 
 from tritonattn import __version__
 from tritonattn import device as devices
+from tritonattn.case import Case
 from tritonattn.cli import COMMANDS, main
 from tritonattn.commands import autotune
 from tritonattn.console import columns
-from tritonattn.inputs import Case
 from tritonattn.plan import PORTABLE
 from tritonattn.tuning import store, tables
 from tritonattn.tuning.compile import Report

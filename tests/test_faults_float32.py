@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tritonattn import portable
+from tritonattn.case import Case
 from tritonattn.device import target
-from tritonattn.inputs import Case
 from tritonattn.testing import check
 from tritonattn.tuning.config import blocks
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tritonattn.case import Case
 from tritonattn.cli import main
 from tritonattn.commands import fuzz
-from tritonattn.inputs import Case
 from tritonattn.strategies import paged_cases, varlen_cases
 
 

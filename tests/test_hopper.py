@@ -20,9 +20,10 @@ import tritonattn
 from tritonattn import binaries, boxes, launch
 from tritonattn import device as devices
 from tritonattn import hopper as host
+from tritonattn.case import Case
 from tritonattn.commands import doctor
 from tritonattn.errors import UnsupportedError
-from tritonattn.inputs import Case, cumulative
+from tritonattn.inputs import cumulative
 from tritonattn.kernels.hopper import spec as hopper_spec
 from tritonattn.plan import HOPPER, PORTABLE, Plan, plan, why_not_hopper
 from tritonattn.problem import MaskSpec, Problem

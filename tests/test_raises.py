@@ -21,11 +21,11 @@ from tritonattn import device as devices
 from tritonattn.bench import catalogue, command, peers
 from tritonattn.bench.cases import select
 from tritonattn.bench.peers import cudnn, torch_sdpa, varlen, with_flashinfer
+from tritonattn.case import Case
 from tritonattn.cli import main
 from tritonattn.commands import cache, fuzz
 from tritonattn.errors import ArgumentValueError, UnsupportedError
 from tritonattn.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-from tritonattn.inputs import Case
 from tritonattn.tuning import compile as compiling
 from tritonattn.tuning import store, tables, trials
 from tritonattn.tuning.search import GpuLostError

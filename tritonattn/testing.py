@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .case import Case
 from .errors import dtype_name
 from .inputs import (
     FP8_NAN_INF,
     PACKED_LAYOUTS,
     POOL_LAYOUTS,
     SCALE_SHAPES,
-    Case,
     Device,
     block_table,
     cumulative,

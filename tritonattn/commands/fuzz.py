@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..case import Case
 from ..console import Bar
 from ..device import Device
-from ..inputs import Case
 from ..tuning.models import FUNCTIONS
 from . import shapes
 

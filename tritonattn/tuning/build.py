@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..case import Case
 from ..device import Device
-from ..inputs import TENSORS, Case, cumulative
+from ..inputs import TENSORS, cumulative
 from ..plan import plan
 from .tasks import Task
 

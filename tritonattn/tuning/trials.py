@@ -22,8 +22,8 @@ import torch
 from .. import api, reference
 from .. import device as devices
 from ..call import Call
+from ..case import Case
 from ..device import Device
-from ..inputs import Case
 from ..plan import Plan, plan
 from ..testing import assert_close, error_factor
 from ..validate import validate
