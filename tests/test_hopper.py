@@ -249,7 +249,7 @@ every_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 @every_function
 def test_hoppers_kernel_takes_boxes_of_what_is_there(function: str) -> None:
-    with recorded(H200, store.lookup) as launches:
+    with recorded(H200) as launches:
         call(function)
     (run,) = launches
     assert run.kernel.__name__ == "prefill_kernel"
@@ -313,7 +313,7 @@ def test_a_forced_kernel_is_obeyed_or_refused(function: str) -> None:
 
 @every_function
 def test_scales_of_1_do_not_stand_in_the_way(function: str) -> None:
-    with recorded(H200, store.lookup) as launches:
+    with recorded(H200) as launches:
         call(function, k_scale=1.0, v_scale=1)
         call(function, k_scale=torch.ones(1))
     assert [run.kernel.__name__ for run in launches] == ["prefill_kernel", "attention_kernel"]
@@ -375,7 +375,7 @@ def test_queries_off_16_bytes_go_to_the_portable_kernel() -> None:
 
 @torch.no_grad()
 def test_out_may_lie_anywhere() -> None:
-    with recorded(H200, store.lookup) as launches:
+    with recorded(H200) as launches:
         for width in (128, 129):
             call(VARLEN, out=rows(1600, 8, width)[..., :128])
     specs: list[Any] = [run.constants["SPEC"] for run in launches]
