@@ -21,6 +21,7 @@ from tritonattn.kernels.tiles import Batch
 from tritonattn.problem import MaskSpec, Problem
 from tritonattn.testing import Case, check
 from tritonattn.tuning.config import KernelConfig
+from tritonattn.tuning.store import force
 
 BLOCK_N, BLOCK_Q = 64, 16
 ANYTHING = 1 << 30
@@ -259,6 +260,31 @@ def test_attention_by_pieces_equals_the_oracle(function, lens, options, device):
         k_lens = tuple(max(n, q) for n, q in zip(k_lens, q_lens, strict=True))
     path = Path(function, num_splits=0, small_tiles=True)
     check_case(path, k_lens, q_lens, device, sinks=True, options=options)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2)], ids=["1", "4/2"])
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "ragged"])
+def test_attention_by_groups_of_pieces_equals_the_oracle(heads, is_decode, device, monkeypatch):
+    """More pieces than are merged at once."""
+    for name in ("RESIDENT", "PIECES"):
+        monkeypatch.setattr(plan, name, 256)
+    monkeypatch.setattr(plan, "MIN_SPLIT", 16)
+    monkeypatch.setattr(plan, "INTERPRETED", 1)
+    launch.forget()
+    length = 16 * (2 * portable.GROUP + 5) - 3
+    q_lens = None if is_decode else (1, 2, 0)
+    case = Case(
+        "paged_attention", (length, 40, 5), q_lens, heads=heads, head_dims=(32, 32), sinks=True,
+        poison="nan", options={"return_lse": True},
+    )  # fmt: skip
+    with force(KernelConfig(block_m=16, block_n=16, pack=1, num_warps=4, num_stages=1)):
+        check(case, device=device)
+    launch.forget()
+    if devices.interpreting() and is_decode:
+        shares = shares_of(256, 1)
+        lens = [-(-n // 16) * BLOCK_N for n in case.k_lens]  # as many of that fixture's tiles
+        found = pieces(lens, shares, heads[0], None)
+        assert max(piece.parts for piece in found) > portable.GROUP
 
 
 @pytest.mark.usefixtures("many_pieces")
