@@ -104,7 +104,7 @@ def _order(problem: Problem) -> str:
     width = whole_block(problem.head_dim_v)
     if width > 128:
         return "lanes"
-    if problem.has_softcap:
+    if problem.has_softcap or problem.has_alibi:
         return "turns+lanes+mid"
     if width <= 64:
         return "lanes+mid"
