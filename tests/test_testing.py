@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from tritonattn import reference
 from tritonattn.strategies import paged_cases, prefix_cases, varlen_cases
-from tritonattn.testing import Case, assert_close, check, error_factor, poison, same_bytes
+from tritonattn.testing import Budget, Case, assert_close, check, error_factor, poison, same_bytes
 
 CASE = Case("paged_attention", (9, 0, 21), (3, 2, 1), options={"return_lse": True}, padding_rows=2)
 
@@ -110,6 +110,28 @@ def test_assert_close_allows_twice_pytorchs_error_and_one_rounding_step():
     assert_close((oracle + step).half(), oracle, oracle, dtype=torch.float16)
     with pytest.raises(AssertionError, match="off by"):
         assert_close((oracle + 2 * step).half(), oracle, oracle, dtype=torch.float16)
+
+
+def test_budget_holds_for_many_results_and_asks_the_device_once(monkeypatch):
+    oracle = torch.tensor([[1.0, -2.0], [0.0, 0.0]], dtype=torch.float64)
+    budget = Budget(oracle, oracle + 1e-3, dtype=torch.float32)
+    asked = []
+    real = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: asked.append(1) or real(x))
+    right = (oracle + 1e-3 * (oracle != 0)).float()
+    budget.check(right)
+    assert len(asked) == 1
+    budget.check((oracle + 2.5e-3 * (oracle != 0)).float(), factor=3.0)
+    for change, message in [
+        (lambda x: x[0].mul_(1.01), r"out\[0, 1\] .*off by"),
+        (lambda x: x[0, 0].fill_(torch.nan), r"out\[0, 0\] is nan"),
+        (lambda x: x[1, 1].fill_(1e-30), r"out\[1, 1\] .*must be exact"),
+    ]:
+        bad = right.clone()
+        change(bad)
+        with pytest.raises(AssertionError, match=message):
+            budget.check(bad)
+    budget.check(right)
 
 
 def test_error_factor_follows_the_options():

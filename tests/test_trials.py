@@ -26,7 +26,7 @@ from tritonattn.tuning.config import KernelConfig
 from tritonattn.tuning.heuristics import heuristic
 from tritonattn.tuning.models import PRESETS, Layer
 from tritonattn.tuning.tasks import Shape, Task, tasks
-from tritonattn.tuning.trials import Trials, job_of, wall_timer
+from tritonattn.tuning.trials import Right, Trials, job_of, wall_timer
 from tritonattn.tuning.workers import Compilers, Job, compile_all
 
 pytestmark = pytest.mark.usefixtures("user")
@@ -135,6 +135,38 @@ def test_trials_refuse_wrong_values(device: torch.device) -> None:
     real = trials.function
     trials.function = lambda *args, out, **options: real(*args, out=out, **options).mul_(1.01)
     assert "off by" in trials.check(SIMPLE)
+
+
+def test_trials_run_the_small_inputs_once_for_buckets_that_share_them(
+    device: torch.device,
+) -> None:
+    """What was wrong is run again; at full size all are."""
+    right: Right = set()
+    others = [Shape(2, 1, 40), Shape(3, 1, 90)]
+    first, second = (
+        Trials(dataclasses.replace(SMALL, shape=s), device, wall_timer, 1, right) for s in others
+    )
+    assert first.task.key != second.task.key
+    seen: list[int] = []
+    real, offset = first.function, 1.0
+
+    def noted(q, *args, out: torch.Tensor, **options) -> None:
+        seen.append(len(q))
+        real(q, *args, out=out, **options).mul_(offset)
+
+    first.function = second.function = noted
+    offset = 1.5
+    assert "off by" in first.check(SIMPLE)
+    assert not right
+    offset = 1.0
+    assert first.check(SIMPLE) == second.check(SIMPLE) == ""
+    assert seen == [3, 3, 2, 3]  # small and wrong; small; full size; the other's full size
+    assert len(right) == 1
+    other_dtype = dataclasses.replace(SMALL, dtype=torch.bfloat16)
+    third = Trials(other_dtype, device, wall_timer, 1, right)
+    third.function = noted
+    assert third.check(SIMPLE) == ""
+    assert seen[4:] == [3, 2]
 
 
 def test_small_case_runs_the_binary_that_is_timed() -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "PACKED_LAYOUTS",
     "POOL_LAYOUTS",
     "SCALE_SHAPES",
+    "Budget",
     "Case",
     "assert_close",
     "block_table",
@@ -69,6 +70,62 @@ Result = Tensor | tuple[Tensor, Tensor]
 LSE_STEP = 2.0**-20
 
 
+class Budget:
+    """What results of one call are held against, worked out once for all of them.
+
+    ``oracle`` is the truth; ``same_dtype`` the reference computed in the inputs' dtype; results
+    must have ``dtype`` and the oracle's shape; ``name`` is "out" or "lse".
+    """
+
+    def __init__(
+        self, oracle: Tensor, same_dtype: Tensor, *, dtype: torch.dtype, name: str = "out"
+    ) -> None:
+        self.dtype, self.name = dtype, name
+        self.oracle, fair = (x.detach().to(torch.float64) for x in (oracle, same_dtype))
+        self._finite = self.oracle.isfinite()
+        self._exact = ~self._finite
+        if name == "out":
+            self._exact = self._exact | (self.oracle == 0).all(-1, keepdim=True)
+        self.fair_error = self.step = 0.0
+        if oracle.numel():
+            size = torch.where(self._finite, self.oracle.abs(), 0.0).max()
+            known = self._finite & fair.isfinite()  # float16 may overflow
+            error = torch.where(known, (fair - self.oracle).abs(), 0.0).max()
+            largest, self.fair_error = torch.stack([size, error]).tolist()
+            self.step = torch.finfo(dtype).eps * largest
+            if name == "lse":
+                self.step = LSE_STEP * max(1.0, largest)
+
+    def check(self, actual: Tensor, factor: float = 2.0, note: str = "") -> None:
+        """Raise AssertionError, whose message ``note`` ends, unless ``actual`` is within it.
+
+        The device is waited for once where it is.
+        """
+        if actual.dtype != self.dtype or actual.shape != self.oracle.shape:
+            where = f"{self.name} must be {dtype_name(self.dtype)} {list(self.oracle.shape)}"
+            got = f"got {dtype_name(actual.dtype)} {list(actual.shape)}"
+            raise AssertionError(_say(f"{where}; {got}", note))
+        if actual.numel() == 0:
+            return
+        actual, budget = actual.detach().to(torch.float64), factor * self.fair_error + self.step
+        # NaN is within nothing.
+        far = self._finite & ~((actual - self.oracle).abs() <= budget)
+        wrong = self._exact & (actual != self.oracle) & ~(actual.isnan() & self.oracle.isnan())
+        if not bool((far | wrong).any()):
+            return
+        if bool(wrong.any()):
+            rule, badness = "must be exact", wrong.double()
+        else:
+            badness = torch.where(self._finite, (actual - self.oracle).abs(), 0.0)
+            badness = badness.nan_to_num(nan=math.inf)
+            rule = (
+                f"off by {float(badness.max()):.3g}, more than {budget:.3g} = {factor:g} * "
+                f"{self.fair_error:.3g} (PyTorch's own error) + {self.step:.3g} (one rounding "
+                f"step), in {int(far.sum())} of {far.numel()} places"
+            )
+        raise AssertionError(_say(_worst(rule, self.name, badness, actual, self.oracle), note))
+
+
 def assert_close(
     actual: Tensor,
     oracle: Tensor,
@@ -84,36 +141,7 @@ def assert_close(
     ``same_dtype`` is the reference computed in the inputs' dtype; ``name`` is "out" or "lse".
     ``note`` ends the message of the AssertionError.
     """
-    where = f"{name} must be {dtype_name(dtype)} {list(oracle.shape)}"
-    got = f"got {dtype_name(actual.dtype)} {list(actual.shape)}"
-    if actual.dtype != dtype or actual.shape != oracle.shape:
-        raise AssertionError(_say(f"{where}; {got}", note))
-    if actual.numel() == 0:
-        return
-    actual, oracle, same_dtype = (
-        x.detach().to(torch.float64) for x in (actual, oracle, same_dtype)
-    )
-    finite = oracle.isfinite()
-    exact = ~finite | (oracle == 0).all(-1, keepdim=True) if name == "out" else ~finite
-    wrong = exact & (actual != oracle) & ~(actual.isnan() & oracle.isnan())
-    if wrong.any():
-        raise AssertionError(_say(_worst("must be exact", name, wrong, actual, oracle), note))
-    if not finite.any():
-        return
-
-    size = float(oracle[finite].abs().max())
-    step = LSE_STEP * max(1.0, size) if name == "lse" else torch.finfo(dtype).eps * size
-    fair = (same_dtype - oracle).abs()[finite & same_dtype.isfinite()]  # float16 may overflow
-    fair_error = float(fair.max()) if fair.numel() else 0.0
-    budget = factor * fair_error + step
-    error = torch.where(finite, (actual - oracle).abs(), 0.0).nan_to_num(nan=math.inf)
-    if float(error.max()) > budget:
-        rule = (
-            f"off by {float(error.max()):.3g}, more than {budget:.3g} = {factor:g} * "
-            f"{fair_error:.3g} (PyTorch's own error) + {step:.3g} (one rounding step), in "
-            f"{int((error > budget).sum())} of {error.numel()} places"
-        )
-        raise AssertionError(_say(_worst(rule, name, error, actual, oracle), note))
+    Budget(oracle, same_dtype, dtype=dtype, name=name).check(actual, factor, note)
 
 
 def error_factor(args: tuple[Any, ...], options: dict[str, Any]) -> float:
@@ -215,7 +243,7 @@ def _resolve(function: str | Callable[..., Result]) -> tuple[Callable[..., Resul
 
 
 def _worst(rule: str, name: str, badness: Tensor, actual: Tensor, oracle: Tensor) -> str:
-    place = tuple(int(i) for i in torch.unravel_index(badness.float().argmax(), badness.shape))
+    place = tuple(int(i) for i in torch.unravel_index(badness.argmax(), badness.shape))
     value, right = float(actual[place]), float(oracle[place])
     return f"{name}{list(place)} is {value:.9g}, not {right:.9g}: {rule}"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import reference
 from ..call import Call
 from ..inputs import cumulative
-from ..testing import assert_close, error_factor
+from ..testing import Budget, error_factor
 from .cases import Case
 
 ROWS = 16  # of a sample, at most
@@ -75,8 +75,7 @@ class Oracle:
     def __init__(self, case: Case, call: Call, seed: int = 0) -> None:
         self.case, self.call = case, call
         self.samples = samples(case, seed)
-        self.truth = [self._attend(sample, torch.float64) for sample in self.samples]
-        self.fair = [self._attend(sample, case.dtype) for sample in self.samples]
+        self.budgets = [self._budgets(sample) for sample in self.samples]
 
     def check(self, result: Any, *, is_peer: bool = False) -> None:
         """Raise Wrong unless ``out``, or ``(out, lse)``, is finite and right at every sample."""
@@ -88,18 +87,26 @@ class Oracle:
         factor = error_factor((call.k_cache,), {"softcap": call.softcap})
         factor *= PEER_LENIENCY if is_peer else 1.0
         group = case.heads[0] // case.heads[1]
-        for sample, truth, fair in zip(self.samples, self.truth, self.fair, strict=True):
+        for sample, (of_out, of_lse) in zip(self.samples, self.budgets, strict=True):
             rows = _span(sum(case.queries[: sample.sequence]) + sample.start, sample.rows)
             heads = _span(sample.kv_head * group, group)
             note = f"sequence {sample.sequence}, rows from {sample.start}, heads {heads}"
-            how: dict[str, Any] = {"factor": factor, "note": note}
             try:
-                assert_close(out[rows, heads], truth[0], fair[0], dtype=case.dtype, **how)
+                of_out.check(out[rows, heads], factor, note)
                 if lse is not None and not is_peer:
-                    actual, how["name"] = lse[heads, rows], "lse"
-                    assert_close(actual, truth[1], fair[1], dtype=torch.float32, **how)
+                    of_lse.check(lse[heads, rows], factor, note)
             except AssertionError as error:
                 raise Wrong(" ".join(str(error).split())) from error
+
+    def _budgets(self, sample: Sample) -> tuple[Budget, Budget]:
+        (out, lse), fair = (
+            self._attend(sample, torch.float64),
+            self._attend(sample, self.case.dtype),
+        )
+        return (
+            Budget(out, fair[0], dtype=self.case.dtype),
+            Budget(lse, fair[1], dtype=torch.float32, name="lse"),
+        )
 
     def _attend(self, sample: Sample, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         case, call, b = self.case, self.call, sample.sequence
