@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -238,7 +239,10 @@ class Bomb:
         return os._exit, (1,)
 
 
-def test_compile_all_survives_a_crash_and_reports_errors() -> None:
+def test_compile_all_survives_a_crash_and_reports_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     good = job_of(SMALL, SIMPLE, devices.target(80))
     bad = good._replace(config=KernelConfig(16, 8, 2, 4, 1))  # tl.dot wants 16
     bomb = Job(Bomb(), SIMPLE, good.plan, good.device)  # type: ignore[arg-type]
@@ -250,6 +254,9 @@ def test_compile_all_survives_a_crash_and_reports_errors() -> None:
     assert isinstance(found[bad], str)
     assert "crashed" not in found[bad]
     assert compile_all([]) == {}
+    kept = {path.suffix for path in tmp_path.rglob("*attention_kernel.*")}
+    assert ".cubin" in kept
+    assert not kept & {".ttir", ".ttgir", ".llir", ".ptx"}  # megabytes that nobody reads
 
 
 def test_compilers_begin_with_what_is_foreseen_and_survive_its_crash() -> None:

@@ -288,8 +288,8 @@ def test_tune_all_saves_after_each_and_goes_on_after_a_failure(user: Path) -> No
     assert len(run.outcomes) == 5
     assert [task for task, _ in run.failures] == [todo[2]]
     assert sum(len(tables.read(path).entries) for path in user.rglob("*.json")) == 5
-    assert {"compile", "check", "time, round 1"} <= set(steps)
-    assert set(progress.spent) == {"compile", "prepare", "check", "time"}
+    assert {"compile", "check", "record", "time, round 1"} <= set(steps)
+    assert set(progress.spent) == {"compile", "prepare", "check", "record", "time"}
     assert progress.configs == sum(n for task, n in tried.items() if task != todo[2])
 
 

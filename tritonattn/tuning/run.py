@@ -18,7 +18,7 @@ from .search import Backend, GpuLostError, Progress, one_line, tried, tune
 from .store import Found
 from .tasks import Task
 
-AHEAD = 12  # tasks whose candidates compile while one is timed
+AHEAD = 24  # tasks whose candidates compile while one is timed: many share theirs
 REPLAYS = 3  # in a sample of a comparison
 
 

@@ -225,7 +225,10 @@ def _time(
         for i in range(count):
             # Forwards and backwards: nobody always comes behind the same one.
             turn = i // 2 % max(1, len(alive))
-            for config in (alive[turn:] + alive[:turn])[:: -1 if i % 2 else 1]:
+            order = (alive[turn:] + alive[:turn])[:: -1 if i % 2 else 1]
+            for place, config in enumerate(order):
+                if not (number or i):
+                    progress.at("record", place, len(order))  # its graphs, beside the first sample
                 if time.monotonic() > deadline and (number or i):  # once round, to have something
                     return False
                 try:

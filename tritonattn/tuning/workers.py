@@ -142,11 +142,17 @@ def _finished(
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if hasattr(os, "nice"):
+        os.nice(5)  # the parent's turn comes first: a GPU waits for it
 
 
 def _compile(job: Job) -> Report | str:
+    import triton
+
     from .compile import compile_attention
 
+    # Of a big kernel 8 MB of intermediate code would be written, and read and kept by the parent.
+    triton.knobs.compilation.store_binary_only = job.device.backend == "cuda"
     try:
         return compile_attention(job.problem, job.config, job.plan, job.device)
     except Exception as error:  # whatever a compiler raises, this configuration is not for us
