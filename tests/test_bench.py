@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench_fakes import SHORT, FakeClock
 
 from tritonattn import reference
-from tritonattn.bench import catalogue, command, peers, session
+from tritonattn.bench import catalogue, peers, session
 from tritonattn.bench.cases import FP8, Case, lognormal, select, tiny
 from tritonattn.bench.correctness import Oracle, Wrong, samples
-from tritonattn.bench.gpu import Facts, LostError
+from tritonattn.bench.gpu import LostError
 from tritonattn.bench.inputs import build, copies
 from tritonattn.bench.peers import layouts
-from tritonattn.bench.report import FAILED, OK, OWN, SKIPPED, WRONG, Report
-from tritonattn.bench.roofline import Ceilings
+from tritonattn.bench.report import FAILED, OK, OWN, SKIPPED, WRONG
 from tritonattn.bench.session import run_case
-from tritonattn.bench.timing import Effort, Timing, measure
+from tritonattn.bench.timing import Timing, measure
 from tritonattn.call import Call
 from tritonattn.inputs import TENSORS
 
@@ -259,16 +257,30 @@ def lost(device: torch.device) -> None:
     raise LostError("CUDA error: an illegal memory access was encountered")
 
 
+@pytest.mark.parametrize("when", ["checked", "timed"])
 def test_run_case_names_the_peer_that_broke_the_gpu(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    when: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
-    def breaks(case: Case, call: Call) -> Any:
-        monkeypatch.setattr(session, "ensure_alive", lost)
-        raise RuntimeError("an illegal memory access")
+    calls: list[str] = []
 
+    def breaks(case: Case, call: Call) -> Any:
+        calls.append("")
+        if when == "checked" or len(calls) > 5:
+            monkeypatch.setattr(session, "ensure_alive", lost)
+            raise RuntimeError("no luck")
+        return by_reference(case, call)
+
+    turns: list[str] = []
+    everybody = {
+        name: fake_peer(f)
+        for name, f in (("good", by_reference), ("peer", breaks), ("other", by_reference))
+    }
     case = tiny(select(catalogue.ALL, ["smoke tiny decode"])[0])
-    with pytest.raises(LostError, match="peer broke the GPU's context: CUDA error: an illegal"):
-        run_case(case, device, {"peer": fake_peer(breaks)}, 0, None, SHORT)
+    with pytest.raises(LostError, match=r"no luck \(CUDA error: an illegal") as caught:
+        run_case(case, device, everybody, 0, FakeClock(), SHORT, turns.append)
+    assert caught.value.culprit == "peer"
+    if when == "checked":
+        assert turns == [OWN, "good", "peer"]
 
 
 @pytest.mark.parametrize(
@@ -309,50 +321,6 @@ def test_peers_refuse_what_they_cannot_compute():
 
 
 # Timing
-
-
-SHORT = Effort(rounds=3, round_us=400.0, sample_us=100.0, host_loops=2, host_calls=4)
-
-
-class FakeClock:
-    """Time passes when a fake call is made, on the host and the device alike."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.log: list[str] = []
-
-    def call(self, name: str, us: float, *, in_graph: bool = True, dies: int = 1 << 30) -> Any:
-        left = [dies]
-
-        def run(capturing: bool = False) -> None:
-            if capturing and not in_graph:
-                raise RuntimeError("not in a graph")
-            left[0] -= 1
-            if left[0] < 0:
-                raise RuntimeError("died")
-            self.now += us
-            self.log.append(name)
-
-        return run
-
-    def capture(self, calls: Sequence[Any]) -> Any:
-        for call in calls:
-            call(True) if call.__name__ == "run" else call()
-        return lambda: [call() for call in calls]
-
-    def device_time(self, run: Callable[[], Any], times: int) -> list[float]:
-        result = []
-        for _ in range(times):
-            start = self.now
-            run()
-            result.append(self.now - start or 500.0)  # a real call takes no fake time
-        return result
-
-    def host_time(self, calls: Sequence[Any]) -> tuple[float, float]:
-        start = self.now
-        for call in calls:
-            call()
-        return (self.now - start) / 2, self.now - start
 
 
 def test_measure_gives_the_time_of_one_call_whatever_the_number_of_copies():
@@ -399,45 +367,26 @@ def test_measure_goes_on_when_a_candidate_fails():
     assert set(failed) == {"never", "later"}
 
 
+def test_measure_goes_on_when_a_candidate_fails_eagerly():
+    clock = FakeClock()
+    good, turns = clock.call("good", 50.0), []
+    host_time = clock.host_time
+
+    def failing(calls: Sequence[Any]) -> tuple[float, float]:
+        if calls[0] is not good:
+            raise RuntimeError("not eagerly")
+        return host_time(calls)
+
+    clock.host_time = failing  # type: ignore[method-assign]
+    candidates = {"bad": [clock.call("bad", 50.0)], "good": [good]}
+    timings, failed = measure(candidates, clock, SHORT, turns.append)
+    assert list(timings) == ["good"]
+    assert str(failed["bad"]) == "not eagerly"
+    assert len(timings["good"].host) == SHORT.host_loops
+    assert turns[-3:] == ["bad", "good", "good"]
+
+
 def test_timing_noise_is_half_the_range_of_the_rounds():
     timing = Timing("graph", rounds=[[10.0, 10.0], [11.0, 11.0], [9.0, 10.0]])
     assert timing.median == 10.0
     assert timing.noise == pytest.approx((11.0 - 9.5) / 2 / 10.0)
-
-
-# A whole run, with a fake card
-
-
-def test_command_measures_checks_and_writes_a_report(
-    device: torch.device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    card = Facts("A card", "sm_00", 1, 1 << 30, 1)
-    monkeypatch.setattr(command, "interpreting", lambda: False)
-    monkeypatch.setattr(command, "current_device", lambda: device)
-    monkeypatch.setattr(command, "facts", lambda _: card)
-    monkeypatch.setattr(command, "GpuClock", lambda _: FakeClock())
-    monkeypatch.setattr(command, "measure_ceilings", lambda *_: Ceilings(4.0, 4.0, 700.0))
-    monkeypatch.setattr(command, "QUICK", replace(SHORT, host_loops=1))
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    path = tmp_path / "report.json"
-    words = ["--case", "tiny decode", "--quick", "--rounds", "1", "--json", str(path)]
-    assert command.run(parser.parse_args([*words, "--against", "fa2,fa3"])) == 0
-    out = capsys.readouterr().out
-    assert "A card: 1 cases against fa2" in out
-    assert "[1/1] smoke tiny decode: tritonattn 500.0 µs" in out
-    report = Report.load(path)
-    assert report.device["name"] == "A card"
-    assert report.ceilings_after == Ceilings(4.0, 4.0, 700.0)
-    assert list(report.peers) == ["fa2", "fa3"]
-    (row,) = report.rows
-    assert row.us == 500.0
-    assert row.results["fa2"].status == SKIPPED
-    # Another process has broken the GPU by then, or a kernel that failed late.
-    monkeypatch.setattr(session, "ensure_alive", lost)
-    assert command.run(parser.parse_args([*words, "--against", "none"])) == 1
-    assert "smoke tiny decode: CUDA error: an illegal memory access" in capsys.readouterr().out
-    assert Report.load(path).rows == []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from ..device import interpreting
 from . import catalogue, peers, plots, tables
 from .cases import Case, select, tiny
 from .compare import compare
-from .gpu import GpuClock, LostError, current_device, facts, free_memory, versions
+from .gpu import LostError, versions
 from .progress import Progress, show
-from .report import FAILED, OWN, WRONG, Report
-from .roofline import measure_ceilings
+from .report import FAILED, OWN, REPLACED, WRONG, Report
 from .session import run_case
 from .timing import QUICK, Effort
+from .worker import Runs, Setup, Worker, this_machine
 
 DESCRIPTION = """\
 Times attention on this machine's GPU beside its peers and the card's own limits. Every result is
@@ -87,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"tritonattn bench: {error}", file=sys.stderr)
         return 2
+    except LostError as error:
+        print(f"tritonattn bench: no process can use the GPU: {error}", file=sys.stderr)
+        return 1
 
 
 def _cases(patterns: Sequence[str]) -> list[Case]:
@@ -125,72 +129,56 @@ def _interpret(cases: Sequence[Case]) -> int:
 def _measure(
     cases: Sequence[Case], names: Sequence[str], base: Report | None, args: argparse.Namespace
 ) -> int:
-    device = current_device()
-    clock, card = GpuClock(device), facts(device)
     effort = QUICK if args.quick else Effort()
     if args.rounds is not None:
         effort = replace(effort, rounds=args.rounds)
-    modules, notes = peers.load(names)
-    report = Report(
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        device=asdict(card),
-        versions=versions(),
-        settings={
-            "cases": [*(args.case or []), *(args.sweep or [])],
-            "effort": asdict(effort),
-            "checked_only": args.check,
-        },
-        peers=notes,
-    )
-    if args.json:
-        report.save(args.json)  # now, so that a place that cannot be written is known at once
-    print(f"{card.name}: {len(cases)} cases against {', '.join(modules) or 'nobody'}", flush=True)
-    _compile_ahead(cases, modules, device, notes)
+    setup = Setup(this_machine, tuple(names), None if args.check else effort)
     stopped = is_lost = False
-    try:
-        with Progress(len(cases)) as progress:
+    with contextlib.closing(Runs(partial(Worker, setup))) as runs:
+        card, loaded, notes = runs.hello
+        report = Report(
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            device=asdict(card),
+            versions=versions(),
+            settings={
+                "cases": [*(args.case or []), *(args.sweep or [])],
+                "effort": asdict(effort),
+                "checked_only": args.check,
+                REPLACED: runs.replaced,
+            },
+            peers=notes,
+        )
+        if args.json:
+            report.save(args.json)  # now, so that a place that cannot be written is known at once
+        against = ", ".join(loaded) or "nobody"
+        print(f"{card.name}: {len(cases)} cases against {against}", flush=True)
+        try:
+            for name, note in runs.ask("compile_ahead", cases).items():
+                notes[name] += f" ({note})"
+            with Progress(len(cases)) as progress:
+                if not args.check:
+                    progress.begin("ceilings")
+                    report.ceilings = runs.ask("ceilings")
+                for case in cases:
+                    progress.begin(case.name)
+                    start = time.perf_counter()
+                    row = runs.row(case)
+                    report.rows.append(row)
+                    progress.end(row, time.perf_counter() - start)
+                    if args.json:
+                        report.save(args.json)
             if not args.check:
-                progress.begin("ceilings")
-                report.ceilings = measure_ceilings(clock, device, card)
-                free_memory()
-            for case in cases:
-                progress.begin(case.name)
-                start = time.perf_counter()
-                timer = None if args.check else clock
-                row = run_case(case, device, modules, card.l2, timer, effort)
-                report.rows.append(row)
-                progress.end(row, time.perf_counter() - start)
-                if args.json:
-                    report.save(args.json)
-        if not args.check:
-            report.ceilings_after = measure_ceilings(clock, device, card)
-    except KeyboardInterrupt:
-        stopped = True
-        print("interrupted: what there is so far")
-    except LostError as error:
-        is_lost = True
-        print(f"{case.name}: {error}; what there is so far, run the other cases by --case")
+                report.ceilings_after = runs.ask("ceilings")
+        except KeyboardInterrupt:
+            stopped = True
+            print("interrupted: what there is so far")
+        except LostError as error:
+            is_lost = True
+            print(f"no process can use the GPU any more: {error}; what there is so far")
     if args.json:
         report.save(args.json)
     code = _conclude(report, base, args)
     return 130 if stopped else max(code, is_lost)
-
-
-def _compile_ahead(
-    cases: Sequence[Case],
-    modules: dict[str, ModuleType],
-    device: torch.device,
-    notes: dict[str, str],
-) -> None:
-    for name, module in modules.items():
-        if hasattr(module, "compile_ahead"):
-            print(f"{name}: compiling what is not yet compiled, may take minutes", flush=True)
-            start = time.perf_counter()
-            try:
-                done = module.compile_ahead(cases, device)
-                print(f"{name}: {done}, {time.perf_counter() - start:.0f} s", flush=True)
-            except Exception as error:
-                notes[name] += f" (not compiled ahead: {peers.one_line(error)})"
 
 
 def _conclude(report: Report, base: Report | None, args: argparse.Namespace) -> int:

@@ -88,7 +88,14 @@ def versions() -> dict[str, Any]:
 
 
 class LostError(RuntimeError):
-    """The GPU cannot be used any more in this process."""
+    """The GPU cannot be used any more in this process; ``culprit`` broke it, "" if unknown."""
+
+    def __init__(self, message: str, culprit: str = "") -> None:
+        super().__init__(message, culprit)  # what a copy in another process is made of
+        self.message, self.culprit = message, culprit
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def ensure_alive(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from .timing import Timing
 
 KIND, SCHEMA = "tritonattn bench", 1
 OWN = "tritonattn"
+REPLACED = "replaced"  # of a report's settings: why the GPU's processes were, one after the other
 OK, WRONG, FAILED, SKIPPED = "ok", "wrong", "failed", "skipped"
 
 

@@ -11,7 +11,7 @@ import torch
 from ..call import Call
 from .cases import Case
 from .correctness import Oracle, Wrong
-from .gpu import LostError, ensure_alive, free_memory
+from .gpu import LostError, ensure_alive
 from .inputs import build, copies, own
 from .peers import Unsupported, one_line
 from .report import FAILED, OK, OWN, SKIPPED, WRONG, Result, Row
@@ -27,19 +27,19 @@ def run_case(
     l2_bytes: int,
     clock: Clock | None,
     effort: Effort,
+    at: Callable[[str], None] = lambda _: None,
 ) -> Row:
     """Check this package and its peers on a case, and time those that are right.
 
-    ``clock=None``: check only.
+    ``clock=None``: check only.  ``at`` is told whose turn it is.  Raises LostError, which names who
+    has broken the GPU's context.
     """
     row = Row.of(case)
     try:
         with torch.no_grad():
-            _run(case, device, peers, l2_bytes if clock else 0, clock, effort, row)
+            _run(case, device, peers, l2_bytes if clock else 0, clock, effort, at, row)
     except torch.OutOfMemoryError:
         row.results = {OWN: Result(SKIPPED, "does not fit in this card's memory")}
-    ensure_alive(device)
-    free_memory()
     return row
 
 
@@ -50,6 +50,7 @@ def _run(
     l2_bytes: int,
     clock: Clock | None,
     effort: Effort,
+    at: Callable[[str], None],
     row: Row,
 ) -> None:
     call = build(case, device)
@@ -59,6 +60,7 @@ def _run(
     everybody: dict[str, Prepare] = {OWN: _prepare_own}
     everybody |= {name: module.prepare for name, module in peers.items()}
     for name, prepare in everybody.items():
+        at(name)
         try:
             runs = prepare(case, calls)
             result = _poisoned(call) if name == OWN else runs[0]()
@@ -71,17 +73,23 @@ def _run(
             row.results[name] = Result(WRONG, str(error)[:400])
         except Exception as error:
             row.results[name] = Result(FAILED, one_line(error))
-            try:
-                ensure_alive(device)
-            except LostError as lost:
-                raise LostError(f"{name} broke the GPU's context: {lost}") from error
+            _survive(device, name, error)
     if clock is None:
         return
-    timings, failed = measure(ready, clock, effort)
+    timings, failed = measure(ready, clock, effort, at)
     for name, timing in timings.items():
         row.results[name].timing = timing
     for name, raised in failed.items():
         row.results[name] = Result(FAILED, one_line(raised))
+        _survive(device, name, raised)  # the first: after it, all others would fail too
+
+
+def _survive(device: torch.device, name: str, error: Exception) -> None:
+    """Raise LostError if what ``name`` raised was the end of the GPU's context."""
+    try:
+        ensure_alive(device)
+    except LostError as lost:
+        raise LostError(f"{one_line(error)} ({lost})", name) from error
 
 
 def _prepare_own(case: Case, calls: Sequence[Call]) -> list[Run]:

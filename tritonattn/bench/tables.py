@@ -9,7 +9,7 @@ from typing import Any
 
 from .cases import Case
 from .compare import Change, Comparison
-from .report import FAILED, OWN, SKIPPED, WRONG, Report, Result, Row
+from .report import FAILED, OWN, REPLACED, SKIPPED, WRONG, Report, Result, Row
 
 NOTHING = "-"
 
@@ -169,6 +169,8 @@ def notes(report: Report) -> list[str]:
     for reason, cases in reasons.items():
         more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
         lines.append(f"{reason} ({cases[0]}{more})")
+    for why in report.settings.get(REPLACED, []):
+        lines.append(f"the process that uses the GPU was replaced: {why}")
     if any("fa3" in row.results for row in report.rows if row.unit == "TB/s"):
         lines.append("fa3 is given cached keys contiguous, not in pages")
     return lines

@@ -88,12 +88,19 @@ class _Prepared:
 
 
 def measure(
-    candidates: Mapping[str, Sequence[Run]], clock: Clock, effort: Effort
+    candidates: Mapping[str, Sequence[Run]],
+    clock: Clock,
+    effort: Effort,
+    at: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[str, Timing], dict[str, Exception]]:
-    """Times by candidate, and what those that failed raised."""
+    """Times by candidate, and what those that failed raised, the first first.
+
+    ``at`` is told whose turn it is.
+    """
     prepared: dict[str, _Prepared] = {}
     failed: dict[str, Exception] = {}
     for name, calls in candidates.items():
+        at(name)
         try:
             prepared[name] = _prepare(list(calls), clock, effort)
         except Exception as error:
@@ -102,6 +109,7 @@ def measure(
         names = list(prepared)
         start = number % len(names) if names else 0
         for name in names[start:] + names[:start]:
+            at(name)
             try:
                 samples = _sample(prepared[name], clock, effort)
             except Exception as error:
@@ -111,10 +119,16 @@ def measure(
             if number >= 0:
                 prepared[name].timing.rounds.append(samples)
     for _ in range(effort.host_loops):
-        for one in prepared.values():
+        for name, one in list(prepared.items()):
+            at(name)
             device_us = one.timing.median
             count = max(3, min(effort.host_calls, int(effort.host_us / device_us)))
-            issued, finished = clock.host_time(list(islice(cycle(one.calls), count)))
+            try:
+                issued, finished = clock.host_time(list(islice(cycle(one.calls), count)))
+            except Exception as error:
+                failed[name] = error
+                del prepared[name]
+                continue
             one.timing.host.append(round(issued / count, 3))
             one.timing.eager.append(round(finished / count, 3))
     return {name: one.timing for name, one in prepared.items()}, failed
