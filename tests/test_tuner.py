@@ -322,9 +322,48 @@ def test_compare_all_times_the_table_against_the_heuristic(user: Path) -> None:
     fake = Fake(lambda c: {tuned: 8.0, CANDIDATES[7]: 6.0}.get(c, 10.0))
     entry = dataclasses.replace(tune(TASK, H200, fake).entry(), config=tuned)
     store.record(H200, {TASK.key: entry})
-    (comparison,) = compare_all([TASK], H200, fake)
+    (comparison,) = compare_all([TASK], H200, fake).found
     assert (comparison.us, comparison.heuristic_us) == (8.0, 10.0)
     assert comparison.found.origin == "tuned"
     assert comparison.ratio == pytest.approx(1.25)
-    (comparison,) = compare_all([TASK], H200, fake, exhaustive=True)
+    (comparison,) = compare_all([TASK], H200, fake, exhaustive=True).found
     assert comparison.regret == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("exhaustive", [False, True])
+def test_compare_all_keeps_what_it_has_when_it_is_interrupted(exhaustive: bool) -> None:
+    todo = tasks(PRESETS["smollm2"])[:4]
+    begun: list[Task] = []
+
+    class Impatient(Fake):
+        @contextlib.contextmanager
+        def session(self, task: Task) -> Iterator[Fake]:
+            begun.append(task)
+            if len(begun) == 3:
+                raise KeyboardInterrupt
+            with super().session(task):
+                yield self
+
+    compared = compare_all(todo, H200, Impatient(), exhaustive=exhaustive, samples=2)
+    assert [comparison.task for comparison in compared.found] == todo[:2]
+    assert (compared.left, compared.is_interrupted) == (todo[2:], True)
+    late = compare_all(todo, H200, Fake(), budget=-1)
+    assert (late.found, late.left, late.is_interrupted) == ([], todo, False)
+
+
+def test_compare_all_goes_on_after_a_failure_and_stops_where_the_gpu_is_lost() -> None:
+    todo = tasks(PRESETS["smollm2"])[:4]
+    errors = iter([ValueError("no room"), None, GpuLostError("an illegal memory access")])
+
+    class Faulty(Fake):
+        @contextlib.contextmanager
+        def session(self, task: Task) -> Iterator[Fake]:
+            if (error := next(errors)) is not None:
+                raise error
+            with super().session(task):
+                yield self
+
+    compared = compare_all(todo, H200, Faulty(), samples=2)
+    assert compared.failures == [(todo[0], "ValueError: no room")]
+    assert [comparison.task for comparison in compared.found] == todo[1:2]
+    assert (compared.lost, compared.left) == ("an illegal memory access", todo[2:])

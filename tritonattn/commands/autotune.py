@@ -16,7 +16,7 @@ from ..device import Device, interpreting
 from ..errors import UnsupportedError
 from ..tuning import space, store
 from ..tuning.outcome import Outcome
-from ..tuning.run import Comparison, Run, compare_all, tune_all
+from ..tuning.run import Comparison, Comparisons, Run, compare_all, tune_all
 from ..tuning.search import Backend, Progress
 from ..tuning.tables import path_of
 from ..tuning.tasks import Task
@@ -151,10 +151,11 @@ def check(
             done += 1
             bar.line(f"[{done}/{len(tasks)}] {comparison.task}: {comparison.found.origin}")
 
-        found = compare_all(
+        compared = compare_all(
             tasks, device, backend, show, budget=budget, exhaustive=exhaustive,
             progress=Progress(_shower(bar, lambda: done)),
         )  # fmt: skip
+    found = compared.found
     rows: list[Sequence[object]] = [("bucket", "from", "µs", "heuristic", "ratio")]
     rows[0] = (*rows[0], "regret") if exhaustive else rows[0]
     for c in found:
@@ -174,7 +175,10 @@ def check(
                 f"The tables are {statistics.median(regrets):.1f} % behind the best in the median, "
                 f"{p95:.1f} % at the 95th percentile."
             )
-    return 0 if found else 1
+    _shortfall(compared)
+    if compared.is_interrupted:
+        return 130
+    return 0 if found and not compared.lost else 1
 
 
 def _list(tasks: Sequence[Task], device: Device) -> None:
@@ -238,14 +242,19 @@ def _conclude(run_: Run, files: Sequence[Path], seconds: float) -> None:
             print(
                 f"geometric mean {statistics.geometric_mean(ratios):.3f}x, {seconds:.0f} s in all"
             )
-    for task, reason in run_.failures:
-        print(f"failed: {task}: {reason}")
-    if run_.lost:
-        print(f"stopped: {run_.lost}")
-    if run_.left:
-        print(f"{len(run_.left)} buckets were not reached")
+    _shortfall(run_)
     for path in files:
         print(f"written: {path}")
+
+
+def _shortfall(of: Run | Comparisons) -> None:
+    """What was not done, and why."""
+    for task, reason in of.failures:
+        print(f"failed: {task}: {reason}")
+    if of.lost:
+        print(f"stopped: {of.lost}")
+    if of.left:
+        print(f"{len(of.left)} buckets were not reached")
 
 
 def draw(outcomes: Sequence[tuple[Task, Outcome]], path: Path) -> None:

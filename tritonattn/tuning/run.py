@@ -103,6 +103,15 @@ class Comparison:
     regret: float = math.nan  # how much longer than the best of all, where they were timed
 
 
+@dataclass
+class Comparisons:
+    found: list[Comparison] = field(default_factory=list)
+    failures: list[tuple[Task, str]] = field(default_factory=list)
+    left: list[Task] = field(default_factory=list)  # the budget did not reach them
+    is_interrupted: bool = False
+    lost: str = ""  # why the GPU could not be used further
+
+
 def compare_all(
     tasks: Sequence[Task],
     device: Device,
@@ -113,37 +122,65 @@ def compare_all(
     exhaustive: bool = False,
     samples: int = 25,
     progress: Progress | None = None,
-) -> list[Comparison]:
+) -> Comparisons:
     """``exhaustive`` times every candidate too; ``show`` is called after each task."""
+    result = Comparisons()
     deadline = time.monotonic() + budget
-    comparisons: list[Comparison] = []
     for i, task in enumerate(tasks):
         if time.monotonic() > deadline:
+            result.left = list(tasks[i:])
             break
         if exhaustive:
             _foresee(tasks, i, device, backend, exhaustive)
-        found = store.find(task.problem, device)
-        default = heuristic(task.problem, device)
-        if exhaustive:
-            outcome = tune(
-                task, device, backend, keep=found.config, deadline=deadline, exhaustive=True,
-                progress=progress,
-            )  # fmt: skip
-            times, costs = outcome.times, outcome.costs
-        else:
-            pair = list(dict.fromkeys([found.config, default]))
-            taken = _time(task, pair, backend, samples, progress)
-            times = {c: statistics.median(us for us, *_ in mine) for c, mine in taken.items()}
-            costs = {config: cost(mine) for config, mine in taken.items()}
-        if not {found.config, default} <= set(costs):
-            continue  # the budget ended before both were timed, or one of them does not work
-        ratio = costs[default] / costs[found.config]
-        comparison = Comparison(task, found, times[found.config], default, times[default], ratio)
-        if exhaustive:
-            comparison.regret = costs[found.config] / min(costs.values()) - 1
-        comparisons.append(comparison)
+        try:
+            comparison = _compare(task, device, backend, deadline, exhaustive, samples, progress)
+        except KeyboardInterrupt:
+            result.is_interrupted, result.left = True, list(tasks[i:])
+            break
+        except GpuLostError as error:
+            result.lost, result.left = str(error), list(tasks[i:])
+            break
+        except Exception as error:
+            result.failures.append((task, one_line(error)))
+            continue
+        if comparison is None:
+            result.failures.append((task, "the table's and the heuristic's were not both timed"))
+            continue
+        result.found.append(comparison)
         show(comparison)
-    return comparisons
+    return result
+
+
+def _compare(
+    task: Task,
+    device: Device,
+    backend: Backend,
+    deadline: float,
+    exhaustive: bool,
+    samples: int,
+    progress: Progress | None,
+) -> Comparison | None:
+    """None where the budget ended before both were timed, or one of them does not work."""
+    found = store.find(task.problem, device)
+    default = heuristic(task.problem, device)
+    if exhaustive:
+        outcome = tune(
+            task, device, backend, keep=found.config, deadline=deadline, exhaustive=True,
+            progress=progress,
+        )  # fmt: skip
+        times, costs = outcome.times, outcome.costs
+    else:
+        pair = list(dict.fromkeys([found.config, default]))
+        taken = _time(task, pair, backend, samples, progress)
+        times = {c: statistics.median(us for us, *_ in mine) for c, mine in taken.items()}
+        costs = {config: cost(mine) for config, mine in taken.items()}
+    if not {found.config, default} <= set(costs):
+        return None
+    ratio = costs[default] / costs[found.config]
+    comparison = Comparison(task, found, times[found.config], default, times[default], ratio)
+    if exhaustive:
+        comparison.regret = costs[found.config] / min(costs.values()) - 1
+    return comparison
 
 
 def _time(
