@@ -19,7 +19,7 @@ from tritonattn import UnsupportedError, api, binaries, launch
 from tritonattn import device as devices
 from tritonattn.plan import plan
 from tritonattn.tuning import compile as compile_module
-from tritonattn.tuning import store
+from tritonattn.tuning import space, store
 from tritonattn.tuning import trials as trials_module
 from tritonattn.tuning.build import build, small_case
 from tritonattn.tuning.compile import Report
@@ -138,6 +138,17 @@ def test_trials_refuse_wrong_values(device: torch.device) -> None:
     assert "off by" in trials.check(SIMPLE)
 
 
+def test_trials_refuse_what_reads_memory_that_no_visible_key_owns(device: torch.device) -> None:
+    trials = Trials(SMALL, device, wall_timer, copies=1)
+    real = trials.function
+
+    def careless(q, k_cache, *args, out: torch.Tensor, **options) -> None:
+        real(q, k_cache, *args, out=out, **options).add_(0 * k_cache.float().sum())
+
+    trials.function = careless
+    assert "is nan" in trials.check(SIMPLE)
+
+
 def test_trials_run_the_small_inputs_once_for_buckets_that_share_them(
     device: torch.device,
 ) -> None:
@@ -180,6 +191,25 @@ def test_small_case_runs_the_binary_that_is_timed() -> None:
             assert case.options.get("num_splits", 0) == {"shares": 0, "": 1, "parts": 3}[cut]
             assert set(task.scalars) <= set(case.options)
             assert job_of(task, DEFAULT, H200).plan.cut == cut
+
+
+def test_small_case_takes_several_tiles_and_ends_inside_them() -> None:
+    for preset in PRESETS.values():
+        for task in tasks(preset):
+            case = small_case(task, H200)
+            configs = space.candidates(task.problem, H200, exhaustive=True)
+            keys, lengths = max(c.block_n for c in configs), case.k_lens
+            assert max(lengths) > 2 * keys
+            assert min(lengths) < 2
+            assert not any(n % 16 == 0 for n in lengths if n)
+            assert case.poison == "nan"
+            if task.family == "decode":
+                continue
+            assert case.q_lens is not None
+            rows = max(c.block_m // c.pack for c in configs)
+            assert max(case.q_lens) > rows
+            assert max(case.q_lens) % 16
+            assert min(case.q_lens) == 1
 
 
 @pytest.mark.parametrize("preset", PRESETS)

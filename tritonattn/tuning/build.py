@@ -18,7 +18,10 @@ CallTensors = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments and
 
 
 def small_case(task: Task, device: Device) -> Case:
-    """The task's binary at small odd lengths: several tiles, sequences of one token, splits."""
+    """The task's binary at small odd lengths: several tiles, sequences of one token, splits.
+
+    What no visible key owns is NaN.
+    """
     layer = task.layer
     cached = {"prefill": (37, 1, 300), "prefix": (70, 0, 300)}.get(task.family, (37, 1, 333))
     queries = {"prefill": (37, 1, 300), "prefix": (33, 1, 140), "paged": (1, 1, 150)}
@@ -36,7 +39,7 @@ def small_case(task: Task, device: Device) -> Case:
         dtype=task.dtype, cache_dtype=task.cache_dtype if task.family != "prefill" else None,
         page_size=task.page_size, alibi=int(layer.alibi), sinks=layer.sinks,
         query_scale=layer.query_scale, options=options,
-        option_dtype=task.dtype if layer.sinks else torch.float32,
+        option_dtype=task.dtype if layer.sinks else torch.float32, poison="nan",
     )  # fmt: skip
 
 
