@@ -152,7 +152,8 @@ def bench(*words: str) -> int:
 
 def test_command_lists_cases_with_their_work(capsys: pytest.CaptureFixture[str]):
     assert bench("--list", "--case", "decode 1 x 128k") == 0
-    line = capsys.readouterr().out.splitlines()[-1]
+    *_, line, end = capsys.readouterr().out.splitlines()
+    assert end.startswith("1 case;")
     assert line.split() == ["decode", "1", "x", "128k", "paged_attention", "2.147", "536.9"]
 
 

@@ -26,6 +26,7 @@ from tritonattn.plan import PORTABLE
 from tritonattn.tuning import store, tables
 from tritonattn.tuning.compile import Report
 from tritonattn.tuning.config import KernelConfig
+from tritonattn.tuning.keys import FAMILIES
 from tritonattn.tuning.models import PRESETS
 from tritonattn.tuning.tasks import Task, tasks
 
@@ -94,6 +95,9 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["explain", "--shape", "32@8"], "32x1@8k"),
         (["explain", "--shape", "1x9@8"], "Q at most K"),
         (["explain", "--page-size", "0"], "at least 1"),
+        (["autotune", "--budget", "-1"], "above 0"),
+        (["autotune", "--sample", "0"], "at least 1"),
+        (["fuzz", "--minutes", "0"], "above 0"),
     ],
 )
 def test_arguments_that_are_wrong_are_explained(
@@ -114,6 +118,12 @@ def test_arguments_that_are_wrong_are_explained(
         (["explain", "--preset", "smollm2", "--heads", "8/2"], "custom"),
         (["explain", "--kernel", "decode", "--shape", "1x4@8"], "one query a"),
         (["explain", "--sms", "9"], "--target"),
+        (["autotune", "--sms", "9"], "--target"),
+        (["autotune", "--target", "sm_90", "--check"], "leave --check out"),
+        (["autotune", "--check", "--output", "here"], "leave --output out"),
+        (["bench", "--show", "old.json", "--case", "decode"], "leave --case out"),
+        (["bench", "--list", "--json", "new.json"], "leave --json out"),
+        (["bench", "--check", "--plot", "bars.png"], "leave --plot out"),
         (["cache", "import", "nowhere.json"], "nowhere.json"),
         (["cache", "diff", "nowhere"], "there is no nowhere"),
     ],
@@ -221,6 +231,17 @@ def test_explain_shows_the_whole_way_of_a_call_for_a_gpu_that_is_not_here(
         assert part in said, part
 
 
+def test_explain_shows_one_call_of_each_kernel_and_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--no-compile", "--cache-dtype", "same", "e4m3fn", "--page-size", "16", "64"]
+    assert main(["explain", "--target", "sm_90", *arguments]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("call")]
+    assert len(set(lines)) == len(lines) == 1 + 2 * 2 * (len(FAMILIES) - 1)  # prefill has no cache
+    assert [line.split()[1] for line in lines[:4]] == ["prefill,", "prefix,", "decode,", "paged,"]
+    assert lines[0].endswith(str(tasks(PRESETS["llama3-8b"])[0].shape))
+
+
 def test_explain_names_the_kernel_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["explain", "--preset", "llama3-8b", "--kernel", "prefill", "--shape"]
     assert main([*arguments, "4x1k@1k", "--target", "sm_90"]) == 0
@@ -295,6 +316,11 @@ def test_autotune_lists_what_it_would_measure(capsys: pytest.CaptureFixture[str]
     assert "52 buckets" in said
     assert main(["autotune", "--dry-run", "--target", "sm_90", "--sample", "3"]) == 0
     assert "\n3 buckets" in capsys.readouterr().out
+    counts = []
+    for more in ([], ["--exhaustive"]):
+        assert main(["autotune", "--dry-run", "--target", "sm_90", *more]) == 0
+        counts.append(int(capsys.readouterr().out.split(" configurations")[0].split()[-1]))
+    assert counts[0] < counts[1]
     everything = ["--preset", "all", "--cache-dtype", "e4m3fn", "--batch-invariant"]
     assert main(["autotune", "--dry-run", "--target", "sm_90", *everything]) == 0
     assert "e4m3fn d128 group4 page16 causal invariant" in capsys.readouterr().out
@@ -319,6 +345,7 @@ def test_autotune_without_a_gpu_says_what_it_can_do(capsys: pytest.CaptureFixtur
     assert main(["autotune", "--kernel", "decode"]) == 2
     said = capsys.readouterr().out
     assert "nothing can be timed" in said
+    assert "candidates" not in said  # of which there are none
     assert "\n10 buckets" in said
 
 
@@ -374,7 +401,7 @@ def test_autotune_tells_failures_and_interruptions(capsys: pytest.CaptureFixture
     assert autotune.measure(todo, H200, Failing()) == 1
     assert "failed: " in capsys.readouterr().out
     assert autotune.measure(todo, H200, Stopped()) == 130
-    assert "2 buckets were not reached" in capsys.readouterr().out
+    assert "not reached: 2 buckets" in capsys.readouterr().out
 
 
 def test_autotune_checks_tables_against_the_heuristic(capsys: pytest.CaptureFixture[str]) -> None:
@@ -417,11 +444,11 @@ def test_cache_moves_tables_between_machines(
     file = tmp_path / "export.json"
     assert main(["cache", "export", str(file)]) == 0
     assert main(["cache", "diff", str(file), "user"]) == 0
-    assert "6 buckets have the same" in capsys.readouterr().out
+    assert "6 buckets with the same" in capsys.readouterr().out
     assert main(["cache", "clear"]) == 2  # no terminal to ask on
     assert main(["cache", "clear", "--kernel", "prefill", "--yes"]) == 0
     assert main(["cache", "diff", str(file), "user"]) == 0
-    assert "4 buckets have the same" in capsys.readouterr().out
+    assert "4 buckets with the same" in capsys.readouterr().out
     assert main(["cache", "clear", "--yes"]) == 0
     assert not list(user.rglob("*.json"))
     assert main(["cache", "import", str(file)]) == 0

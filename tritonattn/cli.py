@@ -25,14 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="tritonattn",
+        usage="%(prog)s [-h] [--version] COMMAND ...",
         description="Tools of tritonattn, attention for LLM inference in Triton.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n"
-        + "\n".join(f"  {name:9} {what}" for name, (_, what) in COMMANDS.items())
-        + "\n\n`tritonattn COMMAND --help` says more.",
+        formatter_class=argparse.RawTextHelpFormatter,
+        epilog="`tritonattn COMMAND --help` says more.",
     )
     parser.add_argument("--version", action="version", version=f"tritonattn {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument(
+        "command", choices=COMMANDS, metavar="COMMAND",
+        help="\n".join(f"{name:9} {what}" for name, (_, what) in COMMANDS.items()),
+    )  # fmt: skip
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     if not given:
         parser.print_help()

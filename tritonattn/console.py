@@ -82,5 +82,10 @@ def columns(rows: Iterable[Sequence[object]], indent: str = "") -> str:
     return "\n".join(lines)
 
 
+def count(number: int, what: str) -> str:
+    """``1 bucket``, ``2 buckets``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _is_number(text: str) -> bool:
     return text.rstrip("%x").replace(".", "", 1).lstrip("+-").isdigit() or text in ("", "-")

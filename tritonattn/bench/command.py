@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import settings
+from ..console import count
 from ..device import interpreting
 from . import catalogue, peers, plots, tables
 from .cases import Case, select, tiny
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0, 1 (see DESCRIPTION), 2 for arguments that cannot be obeyed, 130 interrupted."""
     try:
+        _refuse_what_contradicts(args)
         base = Report.load(args.base) if args.base else None
         if args.plot:
             plots.check(args.plot)
@@ -79,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"tritonattn bench: {error}", file=sys.stderr)
         return 2
     if args.list:
-        show(tables.listing(cases))
+        print(tables.listing(cases))
+        number = count(len(cases), "case")
+        print(f"{number}; --case and --sweep choose, also of those that do not run by default")
         return 0
     if interpreting():
         return _interpret(cases)
@@ -97,6 +101,18 @@ def _cases(patterns: Sequence[str]) -> list[Case]:
     if patterns:
         return select(catalogue.ALL, patterns)
     return [case for case in catalogue.ALL if case.group in catalogue.DEFAULT_GROUPS]
+
+
+def _refuse_what_contradicts(args: argparse.Namespace) -> None:
+    measuring = ("against", "check", "quick", "rounds", "json")
+    for doing, why, ignored in (
+        ("show", "--show measures nothing", ("case", "sweep", "list", *measuring)),
+        ("list", "--list only lists", (*measuring, "base", "plot")),
+        ("check", "--check gives no figures", ("base", "plot", "quick", "rounds")),
+    ):
+        for name in ignored if getattr(args, doing) else ():
+            if getattr(args, name):
+                raise ValueError(f"{why}: leave --{name} out")
 
 
 def _refuse_what_needs_figures(args: argparse.Namespace) -> None:

@@ -142,7 +142,9 @@ class Report:
         """ValueError, naming the file, for one that cannot be read."""
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror or error}") from error
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 

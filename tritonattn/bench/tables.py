@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..console import columns
 from .cases import Case
 from .compare import Change, Comparison
 from .report import FAILED, OWN, REPLACED, SKIPPED, WRONG, Report, Result, Row
@@ -192,10 +193,10 @@ def comparison(found: Comparison, name: str) -> list[str]:
     return lines
 
 
-def listing(cases: Sequence[Case]) -> Table:
+def listing(cases: Sequence[Case]) -> str:
     """What would be run: the work of each case."""
-    rows = [
-        [case.name, case.function, f"{case.flops / 1e9:.4g}", f"{case.bytes / 1e6:.4g}"]
-        for case in cases
-    ]
-    return Table("cases", ["case", "function", "GFLOP", "MB"], rows)
+    rows: list[Sequence[object]] = [("case", "function", "GFLOP", "MB")]
+    for case in cases:
+        work = (f"{case.flops / 1e9:.4g}", f"{case.bytes / 1e6:.4g}")
+        rows.append((case.name, case.function, *work))
+    return columns(rows)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..console import Bar, columns
+from ..console import Bar, columns, count
 from ..device import Device, interpreting
-from ..errors import UnsupportedError
+from ..errors import ArgumentValueError, UnsupportedError
 from ..tuning import space, store
 from ..tuning.outcome import Outcome
 from ..tuning.run import Comparison, Comparisons, Run, compare_all, tune_all
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     shapes.add_arguments(parser)
     add = parser.add_argument
-    add("--budget", type=float, metavar="MINUTES", help="begin nothing after so long")
+    add("--budget", type=shapes.above_zero, metavar="MINUTES", help="begin nothing after so long")
     add("--dry-run", action="store_true", help="only list what would be measured")
     add("--check", action="store_true", help="time what the tables say against the heuristic")
     add(
@@ -45,31 +45,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only buckets that no table has, or from other kernels than these: go on where "
         "--budget or Ctrl-C ended",
     )  # fmt: skip
-    add("--sample", type=int, metavar="N", help="N of the buckets, drawn by --seed")
+    add("--sample", type=shapes.at_least_one, metavar="N", help="N of the buckets, drawn by --seed")
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="DIR", help="tables to write; default: the user's")
     add("--plot", type=Path, metavar="FILE.png", help="draw the speed-ups")
-    add("--jobs", type=int, metavar="N", help="processes that compile; default: all cores but one")
-    shapes.add_target(parser, "for --dry-run, another GPU than this machine's")
+    add(
+        "--jobs", type=shapes.at_least_one, metavar="N",
+        help="processes that compile; default: all cores but one",
+    )  # fmt: skip
+    shapes.add_target(parser, "only list, for another GPU than this machine's")
 
 
 def run(args: argparse.Namespace) -> int:
-    tasks = shapes.tasks_of(args)
+    _refuse_what_contradicts(args)
+    tasks, device = shapes.tasks_of(args), shapes.device_of(args)
     if args.missing:
-        device = shapes.device_of(args)
         tasks = [task for task in tasks if _is_missing(task, device)]
         if not tasks:
             print("Every bucket was measured with these kernels already.")
             return 0
     if args.sample is not None and args.sample < len(tasks):
-        tasks = random.Random(args.seed).sample(tasks, max(1, args.sample))
+        tasks = random.Random(args.seed).sample(tasks, args.sample)
     if args.plot:
         import matplotlib  # noqa: F401 -- before minutes of measuring, not after
     if args.dry_run or args.target is not None:
-        _list(tasks, shapes.device_of(args))
+        _list(tasks, device, args.exhaustive)
         if args.target is None and not interpreting():
             where = args.output or store.user_root() or Path("nowhere")
-            print(f"They would be written to {path_of(where, shapes.here()[1].name, '*')}.")
+            print(f"They would be written to {path_of(where, device.name, '*')}.")
         return 0
     if interpreting():
         print(
@@ -77,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
             "--target sm_90 lists it for another GPU, `tritonattn explain --target sm_90` compiles "
             "it, and `tritonattn cache` moves tables between machines."
         )
-        _list(tasks, shapes.device_of(args))
+        _list(tasks, device, args.exhaustive)
         return 2
-    where, device = shapes.here()
+    where, _ = shapes.here()
     from ..tuning.trials import GpuBackend
 
     budget = math.inf if args.budget is None else args.budget * 60
@@ -87,6 +90,17 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             return check(tasks, device, backend, budget, args.exhaustive)
         return measure(tasks, device, backend, budget, args.exhaustive, args.output, args.plot)
+
+
+def _refuse_what_contradicts(args: argparse.Namespace) -> None:
+    ignored: tuple[str, ...] = ()
+    if args.target is not None and not args.dry_run:
+        ignored, why = ("check", "plot", "budget", "jobs", "output"), "--target only lists"
+    elif args.check:
+        ignored, why = ("plot", "output"), "--check writes no tables and draws nothing"
+    for name in ignored:
+        if getattr(args, name):
+            raise ArgumentValueError(f"{why}: leave --{name} out")
 
 
 def _is_missing(task: Task, device: Device) -> bool:
@@ -104,7 +118,7 @@ def measure(
     plot: Path | None = None,
 ) -> int:
     """Tune, write and say what came of it; the exit code."""
-    print(f"{device.title}: {len(tasks)} buckets", flush=True)
+    print(f"{device.title}: {count(len(tasks), 'bucket')}", flush=True)
     files: dict[Path, None] = {}
     began = time.monotonic()
     with Bar(len(tasks)) as bar:
@@ -142,7 +156,8 @@ def check(
     exhaustive: bool = False,
 ) -> int:
     """Time the tables against the heuristic, or every candidate; the exit code."""
-    print(f"{device.title}: {len(tasks)} buckets, the tables against the heuristic", flush=True)
+    buckets = count(len(tasks), "bucket")
+    print(f"{device.title}: {buckets}, the tables against the heuristic", flush=True)
     with Bar(len(tasks)) as bar:
         done = 0
 
@@ -181,25 +196,25 @@ def check(
     return 0 if found and not compared.lost else 1
 
 
-def _list(tasks: Sequence[Task], device: Device) -> None:
-    rows: list[Sequence[object]] = [("kernel", "bucket", "situation", "candidates", "now from")]
+def _list(tasks: Sequence[Task], device: Device, exhaustive: bool) -> None:
+    rows: list[Sequence[object]] = [("kernel", "bucket", "situation")]
+    if not device.is_interpreter:
+        rows[0] = (*rows[0], "candidates", "now from")
     total = 0
     for task in tasks:
-        if device.is_interpreter:
-            count, origin = "", ""
-        else:
+        row: tuple[object, ...] = (task.family, task.key, f"{task.layer.title}; {task.shape}")
+        if not device.is_interpreter:
             try:
-                number = len(space.candidates(task.problem, device))
-                count, origin = str(number), store.find(task.problem, device).origin
+                number = len(space.candidates(task.problem, device, exhaustive))
+                row = (*row, number, store.find(task.problem, device).origin)
                 total += number
             except UnsupportedError:
-                count, origin = "0", "cannot run"
-        situation = f"{task.layer.title}; {task.shape}"
-        rows.append((task.family, task.key, situation, count, origin))
+                row = (*row, 0, "cannot run")
+        rows.append(row)
     print(columns(rows))
-    minutes = math.ceil(len(tasks) * SECONDS_A_TASK / 60)
+    minutes = count(math.ceil(len(tasks) * SECONDS_A_TASK / 60), "minute")
     configs = f", {total} configurations" if total else ""
-    print(f"{len(tasks)} buckets{configs}: about {minutes} minutes on a GPU.")
+    print(f"{count(len(tasks), 'bucket')}{configs}: about {minutes} on a GPU.")
 
 
 def _shower(bar: Bar, done: Callable[[], int]) -> Callable[[Progress], None]:
@@ -254,7 +269,7 @@ def _shortfall(of: Run | Comparisons) -> None:
     if of.lost:
         print(f"stopped: {of.lost}")
     if of.left:
-        print(f"{len(of.left)} buckets were not reached")
+        print(f"not reached: {count(len(of.left), 'bucket')}")
 
 
 def draw(outcomes: Sequence[tuple[Task, Outcome]], path: Path) -> None:

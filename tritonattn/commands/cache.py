@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..console import columns
+from ..console import columns, count
 from ..errors import ArgumentValueError
 from ..tuning import space, store
 from ..tuning.keys import FAMILIES, Key
@@ -94,7 +94,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    count = 0
+    shown = 0
     for name, path in _files(args):
         table = read(path)
         if table is None:
@@ -106,10 +106,10 @@ def _show(args: argparse.Namespace) -> int:
             gain = f"{entry.default_us / entry.us:.2f}x"
             rows.append((key, f"{entry.us:.1f}", gain, _described(entry), made))
         print(columns(rows, "  "))
-        count += 1
-    if not count:
-        print("There is no such table.")
-    return 0 if count else 1
+        shown += 1
+    if not shown:
+        print("There is no such table; `tritonattn cache list` lists those that there are.")
+    return 0 if shown else 1
 
 
 def _described(entry: Entry) -> str:
@@ -127,17 +127,24 @@ def _clear(args: argparse.Namespace) -> int:
         if not sys.stdin.isatty():
             print("Give --yes to delete these.", file=sys.stderr)
             return 2
-        if input(f"Delete these {len(paths)} tables? [y/N] ").strip().lower() not in ("y", "yes"):
+        if input(f"Delete {count(len(paths), 'table')}? [y/N] ").strip().lower() not in (
+            "y",
+            "yes",
+        ):
             return 1
     for path in paths:
         path.unlink(missing_ok=True)
     store.forget()
-    print(f"deleted: {len(paths)} tables")
+    print(f"deleted: {count(len(paths), 'table')}")
     return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
     old, new = _entries(args.old), _entries(args.new)
+    for name, entries in ((args.old, old), (args.new, new)):
+        if not entries:
+            print(f"There is nothing to compare: {name} has no tables.")
+            return 1
     rows: list[Sequence[object]] = [("", "GPU", "kernel", "bucket", "µs", "configuration")]
 
     def describe(entry: Entry) -> tuple[str, str]:
@@ -155,7 +162,7 @@ def _diff(args: argparse.Namespace) -> int:
                 rows.append((sign, gpu, key.family, key, *describe(entry)))
     if len(rows) > 1:
         print(columns(rows))
-    print(f"{same} buckets have the same configuration in both")
+    print(f"{count(same, 'bucket')} with the same configuration in both")
     return 0
 
 
@@ -163,7 +170,7 @@ def _export(args: argparse.Namespace) -> int:
     tables = [json.loads(render(table)) for table in _tables(args.of)]
     document = {"schema": SCHEMA, "tables": tables}
     args.file.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"written: {args.file}, {len(tables)} tables")
+    print(f"written: {args.file}, {count(len(tables), 'table')}")
     return 0
 
 
@@ -225,7 +232,7 @@ def _bundle(path: Path) -> list[Table]:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise TableError(f"{path} cannot be read: {error}") from error
+        raise TableError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(data) > MAX_BYTES:
         raise TableError(f"{path} is larger than {MAX_BYTES >> 20} MiB")
     try:

@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     device = shapes.device_of(args)
     tasks = shapes.tasks_of(args)
-    if not args.shape:  # one situation of each kernel
-        tasks = list({(task.layer, task.family): task for task in reversed(tasks)}.values())[::-1]
+    if not args.shape:
+        tasks = _first_of_each(tasks)
     launches: dict[Task, list[_Launch]] = {}
     failures: dict[Task, str] = {}
     for task in tasks:
@@ -58,6 +58,15 @@ def run(args: argparse.Namespace) -> int:
         for launch in launches.get(task, ()):
             _explain(launch, reports.get(launch.job), device)
     return 1 if failures or any(isinstance(report, str) for report in reports.values()) else 0
+
+
+def _first_of_each(tasks: list[Task]) -> list[Task]:
+    """One situation of each kernel, of each layer and cache."""
+    first: dict[tuple[object, ...], Task] = {}
+    for task in tasks:
+        about = (task.layer, task.family, task.dtype, task.cache_dtype, task.page_size)
+        first.setdefault(about, task)
+    return list(first.values())
 
 
 class _Launch(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..case import Case
-from ..console import Bar
+from ..console import Bar, count
 from ..device import Device
 from ..tuning.models import FUNCTIONS
 from . import shapes
@@ -37,13 +37,18 @@ class Findings:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("--minutes", type=float, default=1.0, metavar="N", help="default: 1")
+    add("--minutes", type=shapes.above_zero, default=1.0, metavar="N", help="default: 1")
     add(
         "--function", nargs="+", choices=FUNCTIONS, default=list(FUNCTIONS), metavar="NAME",
         help=f"of {', '.join(FUNCTIONS)}; default: all",
     )  # fmt: skip
     add("--seed", type=int, help="the same seed draws the same calls; default: from the clock")
-    add("--max-len", type=int, metavar="TOKENS", help="default: 70 interpreted, 700 on a GPU")
+    add(
+        "--max-len",
+        type=shapes.at_least_one,
+        metavar="TOKENS",
+        help="default: 70 interpreted, 700 on a GPU",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     where, device = shapes.here()
     seed = int(time.time()) if args.seed is None else args.seed
     max_len = args.max_len or (70 if device.is_interpreter else 700)
-    print(f"{device.title}: {args.minutes:g} minutes, --seed {seed}, up to {max_len} tokens")
+    print(f"{device.title}: for {args.minutes:g} minutes, --seed {seed}, up to {max_len} tokens")
     if device.is_interpreter:
         print("No GPU is used here: the same kernels run through Triton's interpreter, slowly.")
     draw = {
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             raise
 
     found = hunt(sources, test, seed, 60 * args.minutes, str(where))
-    print(f"{found.examples} calls, {len(found.failures)} failures")
+    print(f"{count(found.examples, 'call')}, {count(len(found.failures), 'failure')}")
     return 1 if found.failures else 0
 
 

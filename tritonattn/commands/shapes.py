@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-dtype", nargs="+", choices=[QUERIES, *FP8_FORMATS.values()], default=[QUERIES],
         help=f"default: {QUERIES}, that of the queries",
     )  # fmt: skip
-    add("--page-size", nargs="+", type=_at_least_one, default=[16], metavar="TOKENS")
+    add("--page-size", nargs="+", type=at_least_one, default=[16], metavar="TOKENS")
     add("--batch-invariant", action="store_true")
     custom = parser.add_argument_group("for --preset custom")
     add = custom.add_argument
     add("--heads", type=_pair, metavar="HQ/HKV", help="such as 32/8")
     add("--head-dims", type=_pair, metavar="D[/DV]", help="such as 128 or 192/128")
-    add("--window", type=_at_least_one, default=0, metavar="TOKENS", help="the query's own counted")
-    add("--chunk", type=_at_least_one, default=0, metavar="TOKENS")
+    add("--window", type=at_least_one, default=0, metavar="TOKENS", help="the query's own counted")
+    add("--chunk", type=at_least_one, default=0, metavar="TOKENS")
     add("--softcap", type=float, default=0.0, metavar="C")
     add("--sinks", action="store_true")
     add("--alibi", action="store_true")
@@ -67,7 +67,7 @@ def add_target(parser: argparse.ArgumentParser, what: str) -> None:
     )
     parser.add_argument("--target", type=_target, metavar="ARCH", help=f"{what}: {known}")
     parser.add_argument(
-        "--sms", type=_at_least_one, metavar="N", help="multiprocessors of --target's GPU"
+        "--sms", type=at_least_one, metavar="N", help="multiprocessors of --target's GPU"
     )
 
 
@@ -153,16 +153,23 @@ def _refusal(message: str) -> ArgumentValueError:
     return ArgumentValueError(message)
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
     return value
 
 
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0; got {text}")
+    return value
+
+
 def _pair(text: str) -> tuple[int, int]:
     first, _, second = text.partition("/")
-    return _at_least_one(first), _at_least_one(second or first)
+    return at_least_one(first), at_least_one(second or first)
 
 
 def _shape(text: str) -> Shape:

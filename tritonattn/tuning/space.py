@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from ..console import count
 from ..device import Device
 from ..plan import HOPPER, LONG, plan
 from ..problem import Problem
@@ -124,10 +125,9 @@ def describe(config: KernelConfig) -> str:
     """``64 x 32 tile, 4 heads packed, 4 warps, 3 stages, boxes``."""
     if config.kernel == HOPPER:
         size = f"{config.block_m} x {config.block_n}"
-        return f"Hopper's kernel, {size} tile, {config.num_stages} stages, {config.form}"
+        stages = count(config.num_stages, "stage")
+        return f"Hopper's kernel, {size} tile, {stages}, {config.form}"
     packed = f"{config.pack} heads packed, " if config.pack > 1 else ""
+    warps, stages = count(config.num_warps, "warp"), count(config.num_stages, "stage")
     form = f", {config.form}" if config.form != KernelConfig.form else ""
-    return (
-        f"{config.block_m} x {config.block_n} tile, {packed}{config.num_warps} warps, "
-        f"{config.num_stages} stages{form}"
-    )
+    return f"{config.block_m} x {config.block_n} tile, {packed}{warps}, {stages}{form}"
