@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 from calls import PAGED
+from tuner import wall_timer
 
 from tritonattn import binaries, settings, testing
 from tritonattn import device as devices
@@ -212,4 +213,4 @@ def test_trials_refuse_a_call_of_another_bucket(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trials, "named", lambda *_: {"q": torch.zeros(1)})
     monkeypatch.setattr(trials, "validate", lambda _: task.problem)
     with pytest.raises(RuntimeError, match="makes a call of bucket another"):
-        trials.Trials(task, torch.device("cpu"), trials.wall_timer, copies=1)
+        trials.Trials(task, torch.device("cpu"), wall_timer, copies=1)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tuner import DEFAULT, H200, user_tables  # noqa: F401 -- a fixture
+from tuner import DEFAULT, H200, user_tables, wall_timer  # noqa: F401 -- a fixture
 
 from tritonattn import UnsupportedError, api, binaries, launch
 from tritonattn import device as devices
@@ -27,7 +27,7 @@ from tritonattn.tuning.config import KernelConfig
 from tritonattn.tuning.heuristics import heuristic
 from tritonattn.tuning.models import PRESETS, Layer
 from tritonattn.tuning.tasks import Shape, Task, tasks
-from tritonattn.tuning.trials import Right, Trials, job_of, wall_timer
+from tritonattn.tuning.trials import Right, Trials, job_of
 from tritonattn.tuning.workers import Compilers, Job, compile_all
 
 pytestmark = pytest.mark.usefixtures("user")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
@@ -86,3 +87,15 @@ class Fake:
 
 def best_is(best: KernelConfig, us: float = 5.0) -> Callable[[KernelConfig], float]:
     return lambda config: us if config == best else 10.0
+
+
+def wall_timer(run: Callable[[int], None], copies: int) -> Callable[[int], float]:
+    """A trials.Timer for the interpreter."""
+
+    def sample(replays: int) -> float:
+        start = time.perf_counter()
+        for i in range(copies * replays):
+            run(i)
+        return (time.perf_counter() - start) * 1e6 / (copies * replays)
+
+    return sample

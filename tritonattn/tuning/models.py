@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FUNCTIONS = ("varlen_attention", "prefix_attention", "paged_attention")
-CACHED = ("prefix_attention", "paged_attention")
 
 
 @dataclass(frozen=True)

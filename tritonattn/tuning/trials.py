@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -269,15 +268,3 @@ def graph_timer(where: torch.device) -> Timer:
         return sample if calls <= copies else captured(calls)
 
     return prepare
-
-
-def wall_timer(run: Callable[[int], None], copies: int) -> Sampler:
-    """For the interpreter."""
-
-    def sample(replays: int) -> float:
-        start = time.perf_counter()
-        for i in range(copies * replays):
-            run(i)
-        return (time.perf_counter() - start) * 1e6 / (copies * replays)
-
-    return sample
