@@ -91,11 +91,15 @@ def compile_one(job: Job) -> Result:
     launch = case.launches(device)[job.index]
     kernel = f"{launch.kernel.__name__} {describe(launch)}"
     start = time.perf_counter()
+    arguments = (launch.kernel, launch.args, launch.constants, launch.options, device)
     try:
         with contextlib.redirect_stdout(None):  # a compiler's complaint is a kernel's whole text
-            binary = binaries.compile_for(
-                launch.kernel, launch.args, launch.constants, launch.options, device
-            )
+            binary = binaries.compile_for(*arguments)
+            if "llir" not in binary.asm:  # the tuner's, which leaves binaries alone in the cache
+                with triton.knobs.compilation.scope():
+                    triton.knobs.compilation.always_compile = True
+                    triton.knobs.compilation.store_binary_only = False
+                    binary = binaries.compile_for(*arguments)
         found = report(binary)
     except Exception as error:  # whatever a compiler raises is a finding
         lines = str(error).strip().splitlines() or [""]
