@@ -86,6 +86,12 @@ def test_trials_time_the_heuristic_of_each_situation(
     monkeypatch.setattr(
         trials_module, "heuristic", lambda p, _: trials.default if p == task.problem else other
     )
+    checked: list[KernelConfig] = []
+    monkeypatch.setattr(trials, "_check", lambda c: checked.append(c) or "wrong" * (c == other))
+    assert trials.check(SIMPLE) == ""
+    assert checked == [SIMPLE]
+    assert trials.check(trials.default) == ("wrong" if family == "prefill" else "")
+    assert set(checked) == {SIMPLE, trials.default} | ({other} if family == "prefill" else set())
 
     def note(*args, out: torch.Tensor, **options) -> None:
         config = store.forced()
