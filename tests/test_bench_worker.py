@@ -112,6 +112,23 @@ def test_runs_leave_out_a_peer_that_costs_too_many_processes():
     assert Scripted.started == 1 + MOST_LOSSES
 
 
+def test_runs_go_on_without_what_else_cost_a_process(monkeypatch: pytest.MonkeyPatch):
+    def crash(self: Scripted, what: str, *arguments: Any) -> Any:
+        if what == "compile_ahead":
+            self.ended = "the process ended by SIGSEGV"
+            raise LostError(self.ended)
+        return real(self, what, *arguments)
+
+    real = Scripted.ask
+    monkeypatch.setattr(Scripted, "ask", crash)
+    runs = Runs(partial(Scripted, lambda *_: None))
+    assert runs.ask("compile_ahead", CASES) is None
+    assert runs.ask("ceilings") == CEILINGS
+    assert set(states(runs.row(CASES[0])).values()) == {OK}
+    assert runs.replaced == ["compile ahead: the process ended by SIGSEGV"]
+    assert Scripted.started == 2
+
+
 def test_runs_end_only_where_no_process_starts():
     def start() -> Scripted:
         if Scripted.started:

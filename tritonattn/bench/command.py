@@ -169,7 +169,7 @@ def _measure(
         against = ", ".join(loaded) or "nobody"
         print(f"{card.name}: {len(cases)} cases against {against}", flush=True)
         try:
-            for name, note in runs.ask("compile_ahead", cases).items():
+            for name, note in (runs.ask("compile_ahead", cases) or {}).items():
                 notes[name] += f" ({note})"
             with Progress(len(cases)) as progress:
                 if not args.check:

@@ -233,7 +233,14 @@ class Runs:
         self._losses = Counter[str]()
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        return self._ask(what, what.replace("_", " "), *arguments)
+        """None where the process was lost; LostError as in ``row``."""
+        self._ready()
+        about = what.replace("_", " ")
+        try:
+            return self._ask(what, about, *arguments)
+        except LostError as error:
+            self.replaced.append(f"{about}: {error}")
+            return None
 
     def row(self, case: Case) -> Row:
         """Raises LostError only where no process can be started any more."""
