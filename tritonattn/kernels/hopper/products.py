@@ -10,8 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import ring
 from .ring import COLUMNS, swizzled
+from .spec import LAZY as _LAZY
 from .spec import MID as _MID
 
+LAZY = gl.constexpr(_LAZY)
 MID = gl.constexpr(_MID)
 
 
@@ -21,6 +23,24 @@ def products(columns):
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
+
+
+@gluon.constexpr_function
+def lazy_multiply(count):
+    """Multiply ``count`` numbers of two rows, unless those of the whole warp are to stay."""
+    lines = ["{ .reg .pred p, q;"]
+    first = 2 * count
+    lines += [f"setp.neu.f32 p, ${first}, 0f3F800000;", f"setp.neu.or.f32 p, ${first + 2}, 0f3F800000, p;"]
+    lines += ["vote.sync.any.pred q, p, 0xffffffff;", "@!q bra DONE;"]
+    lines += [f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(count)]
+    lines += ["DONE: }"]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def tied(count):
+    """Constraints of ``count`` outputs, inputs in the same registers, and as many other inputs."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit
@@ -82,9 +102,17 @@ def begin_values(p, rest, vs, stage, acc, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def rescale(acc, alpha):
+def rescale(acc, alpha, SPEC: gl.constexpr):
     LAYOUT: gl.constexpr = acc.type.layout
-    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
+    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
+    if SPEC.FORM & LAZY:
+        PACK: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
+        N: gl.constexpr = PACK if PACK < 64 else 64
+        alpha = alpha.broadcast_to(acc.shape)
+        return gl.inline_asm_elementwise(
+            lazy_multiply(N), tied(N), [acc, alpha], dtype=gl.float32, is_pure=True, pack=N
+        )
+    return acc * alpha
 
 
 @gluon.jit

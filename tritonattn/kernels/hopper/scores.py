@@ -12,8 +12,11 @@ from triton.experimental.gluon import language as gl
 from .. import masks
 from . import ring
 from .spec import LANES as _LANES
+from .spec import LAZY as _LAZY
 
 LANES = gl.constexpr(_LANES)
+LAZY = gl.constexpr(_LAZY)
+SLACK = gl.constexpr(8.0)  # a weight may be up to 2^SLACK
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -147,7 +150,11 @@ def raise_max(x, row_max, rows, key, SPEC: gl.constexpr):
     if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         most = most * rows.gain
     bias = row_bias(rows, key, SPEC)
-    most = gl.maximum(row_max, most + bias)
+    most += bias
+    if SPEC.FORM & LAZY:
+        most = gl.where(most > row_max + SLACK, most, row_max)
+    else:
+        most = gl.maximum(row_max, most)
     # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
     shift = gl.where(most == float("-inf"), 0.0, most)
     return most, shift - bias, gl.exp2(row_max - shift)

@@ -151,7 +151,7 @@ def next_tile(
         turn(False, P)
     qk = begin_scores(qs, part, ks, stage, SPEC)
     if SPEC.FORM & AHEAD:
-        acc = rescale(sums.acc, sums.alpha)
+        acc = rescale(sums.acc, sums.alpha, SPEC)
         sums = Sums(acc, sums.row_max, sums.row_sum, sums.p, sums.rest, sums.alpha, sums.key)
     acc = add_values(sums, vs, v_stage, v_phase, tile, bars, IS_PLAIN, SPEC)
     if SPEC.FORM & TURNS:
@@ -173,7 +173,7 @@ def next_tile(
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
         acc, a, b, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, a, b, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
-        acc = rescale(acc, alpha)
+        acc = rescale(acc, alpha, SPEC)
         b = scores.weigh(b, shift, rows, SPEC)
         row_sum += scores.row_sums_like(row_sum, b, SPEC)
         p = operand(a, dtype, WEIGHTS)
@@ -186,7 +186,7 @@ def next_tile(
         acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, w, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
         if not SPEC.FORM & AHEAD:
-            acc = rescale(acc, alpha)
+            acc = rescale(acc, alpha, SPEC)
     return Sums(acc, row_max, row_sum, p, rest, alpha, key)
 
 
@@ -227,6 +227,6 @@ def attend(
         )  # fmt: skip
         i += 1
     if SPEC.FORM & AHEAD:
-        acc = rescale(sums.acc, sums.alpha)
+        acc = rescale(sums.acc, sums.alpha, SPEC)
         sums = Sums(acc, sums.row_max, sums.row_sum, sums.p, sums.rest, sums.alpha, sums.key)
     return sums, uses + n
