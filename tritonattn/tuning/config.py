@@ -15,12 +15,11 @@ from ..problem import Problem
 # "boxes": packed keys and values are copied by TMA instead of through pointers.  A form of Hopper's
 # kernel is a set of switches, which kernels/hopper/spec.py explains.
 FORMS = ("textbook", "boxes")
-HOPPER_SWITCHES = ("turns", "lanes", "ahead", "mid", "single", "drawn", "lazy")
+HOPPER_SWITCHES = ("turns", "lanes", "mid", "single", "drawn")
 HOPPER_FORMS = tuple(
     "+".join(names) or "plain"
     for count in range(len(HOPPER_SWITCHES) + 1)
     for names in itertools.combinations(HOPPER_SWITCHES, count)
-    if not {"ahead", "mid"} <= {*names}  # each says when sums are rescaled
 )
 FORMS_OF = {PORTABLE: FORMS, HOPPER: HOPPER_FORMS}
 

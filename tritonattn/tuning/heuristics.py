@@ -108,8 +108,7 @@ def _order(problem: Problem) -> str:
         return "turns+lanes+mid"
     if width <= 64:
         return "lanes+mid"
-    has_small_pages = problem.has_cache and problem.page_size < 128
-    return "lanes" if has_small_pages else "lanes+ahead"
+    return "lanes"
 
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:

@@ -10,10 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import ring
 from .ring import COLUMNS, swizzled
-from .spec import LAZY as _LAZY
 from .spec import MID as _MID
 
-LAZY = gl.constexpr(_LAZY)
 MID = gl.constexpr(_MID)
 
 
@@ -26,20 +24,25 @@ def products(columns):
 
 
 @gluon.constexpr_function
-def lazy_multiply(count):
-    """Multiply ``count`` numbers of two rows, unless those of the whole warp are to stay."""
-    lines = ["{ .reg .pred p, q;"]
-    first = 2 * count
-    lines += [f"setp.neu.f32 p, ${first}, 0f3F800000;", f"setp.neu.or.f32 p, ${first + 2}, 0f3F800000, p;"]
-    lines += ["vote.sync.any.pred q, p, 0xffffffff;", "@!q bra DONE;"]
-    lines += [f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(count)]
-    lines += ["DONE: }"]
+def multiply_or_leave(count):
+    """PTX that multiplies ``count`` numbers, pairs of one row and of another in turn, with as many
+    factors, unless all of the warp's are 1."""
+    factor = [f"${2 * count + i}" for i in range(count)]
+    lines = [
+        "{ .reg .pred p;",
+        f"setp.neu.f32 p, {factor[0]}, 1.0;",
+        f"setp.neu.or.f32 p, {factor[2]}, 1.0, p;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra LEAVE;",
+        *(f"mul.f32 ${i}, ${i}, {factor[i]};" for i in range(count)),
+        "LEAVE: }",
+    ]
     return " ".join(lines)
 
 
 @gluon.constexpr_function
-def tied(count):
-    """Constraints of ``count`` outputs, inputs in the same registers, and as many other inputs."""
+def in_place(count):
+    """Constraints of ``count`` numbers that change where they are, and as many other inputs."""
     return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
@@ -102,17 +105,15 @@ def begin_values(p, rest, vs, stage, acc, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def rescale(acc, alpha, SPEC: gl.constexpr):
+def rescale(acc, alpha):
+    """acc * alpha [M]; a warp of whose rows all stay as they are goes past it."""
     LAYOUT: gl.constexpr = acc.type.layout
+    PACK: gl.constexpr = min(64, acc.shape[0] * acc.shape[1] // 128)
     alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
-    if SPEC.FORM & LAZY:
-        PACK: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
-        N: gl.constexpr = PACK if PACK < 64 else 64
-        alpha = alpha.broadcast_to(acc.shape)
-        return gl.inline_asm_elementwise(
-            lazy_multiply(N), tied(N), [acc, alpha], dtype=gl.float32, is_pure=True, pack=N
-        )
-    return acc * alpha
+    return gl.inline_asm_elementwise(
+        multiply_or_leave(PACK), in_place(PACK),
+        [acc, alpha.broadcast_to(acc.shape)], dtype=gl.float32, is_pure=True, pack=PACK,
+    )  # fmt: skip
 
 
 @gluon.jit

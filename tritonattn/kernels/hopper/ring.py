@@ -8,6 +8,8 @@ All signals are mbarriers, and every use flips their phase:
 
     tile_full[t]               the scheduler -> the others: a row of ``tiles`` says what to do
     tile_empty[t]              the others -> the scheduler: the row has been read
+    tile_judged[t]             the consumers -> the scheduler: ``failed`` says whether weights were
+                               too large (if IS_BOLD)
     q_full[s, consumer]        a loader -> a consumer: its queries have arrived
     k_full[b], v_full[b]       a loader -> the consumers: a tile of keys, of values
     q_empty, k_empty, v_empty  the consumers -> a loader: may be overwritten
@@ -52,6 +54,7 @@ KEEP_HIGH = gl.constexpr(12)
 CONTEXT = gl.constexpr(13)  # keys in the cache
 SEQUENCE = gl.constexpr(14)
 PACKED = gl.constexpr(15)  # row of packed keys that would hold key 0
+IS_CAREFUL = gl.constexpr(16)  # it is computed for the second time: if IS_BOLD
 
 
 @gluon.jit

@@ -12,11 +12,13 @@ from triton.experimental.gluon import language as gl
 from .. import masks
 from . import ring
 from .spec import LANES as _LANES
-from .spec import LAZY as _LAZY
 
 LANES = gl.constexpr(_LANES)
-LAZY = gl.constexpr(_LAZY)
-SLACK = gl.constexpr(8.0)  # a weight may be up to 2^SLACK
+# Sums are rescaled once a row's maximum has grown by so much, in base 2: weights are up to 2^8.
+SLACK = gl.constexpr(8.0)
+# A row's weights come to less, or are computed again: far below what float32 holds, so that there is
+# room for the values.
+MOST = gl.constexpr(2.0**40)
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -144,20 +146,24 @@ def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, 
 
 
 @gluon.jit
+def shift_of(row_max, rows, key, SPEC: gl.constexpr):
+    """What to subtract from ``score``, [M]."""
+    # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
+    shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+    return shift - row_bias(rows, key, SPEC)
+
+
+@gluon.jit
 def raise_max(x, row_max, rows, key, SPEC: gl.constexpr):
-    """(new row_max, what to subtract from ``score``, what to scale the sums so far by), all [M]."""
+    """(new row_max, shift_of it, what to scale the sums so far by), all [M].  It is raised only
+    where it would grow by more than SLACK, as what is scaled by 1 need not be."""
     most = gl.max(x, 1)
     if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         most = most * rows.gain
-    bias = row_bias(rows, key, SPEC)
-    most += bias
-    if SPEC.FORM & LAZY:
-        most = gl.where(most > row_max + SLACK, most, row_max)
-    else:
-        most = gl.maximum(row_max, most)
-    # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
-    shift = gl.where(most == float("-inf"), 0.0, most)
-    return most, shift - bias, gl.exp2(row_max - shift)
+    most += row_bias(rows, key, SPEC)
+    most = gl.where(most > row_max + SLACK, most, row_max)
+    alpha = gl.exp2(row_max - gl.where(most == float("-inf"), 0.0, most))
+    return most, shift_of(most, rows, key, SPEC), alpha
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ class HopperSpec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
     FORM is a sum of switches for the order of the work, which change no result's meaning: TURNS,
-    LANES, AHEAD, MID, SINGLE, DRAWN, LAZY.
+    LANES, MID, SINGLE, DRAWN.
     """
 
     HEAD_DIM: int
@@ -24,6 +24,7 @@ class HopperSpec(NamedTuple):
     STAGES: int  # key and value tiles that shared memory holds
     Q_SLOTS: int  # query tiles that it holds
     FORM: int
+    IS_BOLD: bool  # the maximum of most key tiles is not looked for: see walk.py
     HAS_CACHE: bool
     HAS_NEW: bool
     HAS_LEFT: bool
@@ -40,11 +41,9 @@ class HopperSpec(NamedTuple):
 
 TURNS = 1  # the warpgroups take turns at the tensor cores
 LANES = 2  # a row's sum is kept in two parts until the end
-AHEAD = 4  # the next product with keys begins before the sums are rescaled
-MID = 8  # the last values' product is waited for amid the exponentials, not after them
-SINGLE = 16  # the tiles that all queries see have no loop of their own: where there are few
-LAZY = 64  # sums are rescaled only for a row whose maximum grows by a lot
-DRAWN = 32  # programs draw their tiles from a counter, where dealing them out would leave gaps
+MID = 4  # the last values' product is waited for amid the exponentials, not after them
+SINGLE = 8  # the tiles that all queries see have no loop of their own: where there are few
+DRAWN = 16  # programs draw their tiles from a counter, where dealing them out would leave gaps
 
 
 def boxes(spec: HopperSpec) -> dict[str, tuple[int, ...]]:

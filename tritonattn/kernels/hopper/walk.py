@@ -25,12 +25,10 @@ from .products import (
     rescale,
     turn,
 )
-from .spec import AHEAD as _AHEAD
 from .spec import MID as _MID
 from .spec import SINGLE as _SINGLE
 from .spec import TURNS as _TURNS
 
-AHEAD = gl.constexpr(_AHEAD)
 MID = gl.constexpr(_MID)
 SINGLE = gl.constexpr(_SINGLE)
 TURNS = gl.constexpr(_TURNS)
@@ -46,6 +44,7 @@ class Tile(NamedTuple):
     keep_low: object  # keys that some query of the sequence sees
     keep_high: object
     context: object  # keys in the cache
+    is_careful: object  # whether every tile's maximum is looked for
 
 
 class Sums(NamedTuple):
@@ -56,7 +55,6 @@ class Sums(NamedTuple):
     row_sum: object
     p: object  # the last tile's weights; if MID, those of the first half of its keys
     rest: object  # and of the other half
-    alpha: object  # what acc is to be scaled by, if AHEAD
     key: object  # the last tile's first key
 
 
@@ -104,6 +102,8 @@ def plain_tiles(i, last_key, tile, rows, SPEC: gl.constexpr):
     if SPEC.HAS_CACHE and SPEC.HAS_NEW:
         count = gl.where(i < tile.num_new, gl.minimum(count, tile.num_new - i), count)
     is_plain = (key >= low) & (key + SPEC.BLOCK_N <= high) & is_clean(last_key, tile, SPEC)
+    if SPEC.IS_BOLD:
+        is_plain = is_plain & (tile.is_careful == 0)
     return gl.where(is_plain, count, 0)
 
 
@@ -133,7 +133,7 @@ def first_tile(qk, tile, rows, acc, row_max, row_sum, SPEC: gl.constexpr, dtype:
         rest = operand(b, dtype, WEIGHTS)
     else:
         p = gl.convert_layout(w.to(dtype), WEIGHTS)
-    return Sums(acc, row_max, row_sum, p, rest, alpha, key)
+    return Sums(acc, row_max, row_sum, p, rest, key)
 
 
 @gluon.jit
@@ -146,13 +146,11 @@ def next_tile(
     ``stage``.  ``next_stage`` is waited for, if there is a next tile."""
     dtype: gl.constexpr = ks.dtype
     LAYOUT: gl.constexpr = sums.acc.type.layout
+    IS_BOLD: gl.constexpr = IS_PLAIN and SPEC.IS_BOLD
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     if SPEC.FORM & TURNS:
         turn(False, P)
     qk = begin_scores(qs, part, ks, stage, SPEC)
-    if SPEC.FORM & AHEAD:
-        acc = rescale(sums.acc, sums.alpha, SPEC)
-        sums = Sums(acc, sums.row_max, sums.row_sum, sums.p, sums.rest, sums.alpha, sums.key)
     acc = add_values(sums, vs, v_stage, v_phase, tile, bars, IS_PLAIN, SPEC)
     if SPEC.FORM & TURNS:
         turn(True, 1 - P)
@@ -160,8 +158,13 @@ def next_tile(
     ring.give_back(bars.k_empty, stage)
     limit = limit_of(key, tile, SPEC)
     x = scores.score(qk, rows, key, limit, IS_PLAIN, dtype == gl.bfloat16, SPEC)
-    row_max, shift, alpha = scores.raise_max(x, sums.row_max, rows, key, SPEC)
-    row_sum = scores.rescale_sums(sums.row_sum, alpha, SPEC)
+    row_max, row_sum = sums.row_max, sums.row_sum
+    if IS_BOLD:
+        shift = scores.shift_of(row_max, rows, key, SPEC)
+        alpha = shift  # which nothing takes
+    else:
+        row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
+        row_sum = scores.rescale_sums(row_sum, alpha, SPEC)
     rest = 0
     # The wait for the next keys ends a basic block, and so keeps ptxas from waiting for P V before
     # the exponentials that stand before it.
@@ -173,7 +176,8 @@ def next_tile(
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
         acc, a, b, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, a, b, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
-        acc = rescale(acc, alpha, SPEC)
+        if not IS_BOLD:
+            acc = rescale(acc, alpha)
         b = scores.weigh(b, shift, rows, SPEC)
         row_sum += scores.row_sums_like(row_sum, b, SPEC)
         p = operand(a, dtype, WEIGHTS)
@@ -181,13 +185,13 @@ def next_tile(
     else:
         w = scores.weigh(x, shift, rows, SPEC)
         row_sum += scores.row_sums(w, SPEC)
-        w = gl.convert_layout(w.to(dtype), WEIGHTS)
+        p = gl.convert_layout(w.to(dtype), WEIGHTS)
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
-        acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, w, alpha, row_sum])
+        acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, p, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
-        if not SPEC.FORM & AHEAD:
-            acc = rescale(acc, alpha, SPEC)
-    return Sums(acc, row_max, row_sum, p, rest, alpha, key)
+        if not IS_BOLD:
+            acc = rescale(acc, alpha)
+    return Sums(acc, row_max, row_sum, p, rest, key)
 
 
 @gluon.jit
@@ -226,7 +230,4 @@ def attend(
             v_stage, v_phase, stage, next_stage, next_phase, i + 1 < n, bars, False, SPEC,
         )  # fmt: skip
         i += 1
-    if SPEC.FORM & AHEAD:
-        acc = rescale(sums.acc, sums.alpha, SPEC)
-        sums = Sums(acc, sums.row_max, sums.row_sum, sums.p, sums.rest, sums.alpha, sums.key)
     return sums, uses + n
