@@ -20,7 +20,7 @@ from .schedule import schedule
 class Bars(NamedTuple):
     tile_full: object
     tile_empty: object
-    tile_judged: object  # None unless IS_BOLD
+    tile_judged: object
     q_full: object
     q_empty: object
     k_full: object
@@ -77,7 +77,7 @@ def prefill_kernel(
     bars = Bars(
         make_bars(ring.SLOTS, 1),
         make_bars(ring.SLOTS, THREADS + 64),
-        make_bars(ring.SLOTS, ring.CONSUMERS) if SPEC.IS_BOLD else None,
+        make_bars(ring.SLOTS, ring.CONSUMERS),
         make_bars(SPEC.Q_SLOTS * ring.CONSUMERS, 1),
         make_bars(SPEC.Q_SLOTS, THREADS),
         make_bars(SPEC.STAGES, 1),
@@ -85,11 +85,9 @@ def prefill_kernel(
         make_bars(SPEC.STAGES, 1),
         make_bars(SPEC.STAGES, THREADS),
     )
-    failed = None  # rows of tiles
-    if SPEC.IS_BOLD:
-        failed = gl.allocate_shared_memory(
-            gl.int32, [ring.SLOTS * ring.CONSUMERS, M], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )
+    failed = gl.allocate_shared_memory(  # rows of tiles
+        gl.int32, [ring.SLOTS * ring.CONSUMERS, M], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     num_seqs = batch.num_seqs
     gl.warp_specialize([
         (consume, (0, scoring, masking, output, num_seqs, qs, ks, vs, tiles, failed, bars, SPEC)),

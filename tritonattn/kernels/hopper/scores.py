@@ -16,8 +16,7 @@ from .spec import LANES as _LANES
 LANES = gl.constexpr(_LANES)
 # Sums are rescaled once a row's maximum has grown by so much, in base 2: weights are up to 2^8.
 SLACK = gl.constexpr(8.0)
-# A row's weights come to less, or are computed again: far below what float32 holds, so that there is
-# room for the values.
+# A row's weights come to less, or are computed again: float32 has room for them and large values.
 MOST = gl.constexpr(2.0**40)
 LOG2E = gl.constexpr(1.4426950408889634)
 
