@@ -129,7 +129,7 @@ LONG = Case(PREFIX, (700, 0, 1, 300, 129), (130, 600, 64, 0, 7), poison="nan", *
 # Each switch alone, and such together as are chosen.
 FORMS = (
     "plain", *HOPPER_SWITCHES, "lanes+drawn", "lanes+mid+drawn", "turns+lanes+mid+drawn",
-    "lanes+mid+single", "turns+lanes+single",
+    "turns+lanes", "lanes+mid",
 )  # fmt: skip
 
 

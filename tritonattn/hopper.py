@@ -13,7 +13,7 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import DRAWN, LANES, MID, SINGLE, TURNS, HopperSpec, boxes
+from .kernels.hopper.spec import DRAWN, LANES, MID, TURNS, HopperSpec, boxes
 from .plan import Kind, Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
@@ -23,7 +23,6 @@ SWITCHES = {
     "turns": TURNS,
     "lanes": LANES,
     "mid": MID,
-    "single": SINGLE,
     "drawn": DRAWN,
 }
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last
@@ -92,7 +91,6 @@ def make_spec(
     """What selects the machine code of a problem under a configuration."""
     mask = problem.mask
     block_d, block_dv = hopper_blocks(problem)
-    form = sum(SWITCHES[name] for name in config.form.split("+"))
     return HopperSpec(
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
@@ -104,8 +102,8 @@ def make_spec(
         PAGE_SIZE=problem.page_size,
         STAGES=config.num_stages,
         Q_SLOTS=hopper_q_slots(config, problem),
-        FORM=form,
-        IS_BOLD=problem.dtype == torch.bfloat16 and not form & SINGLE,
+        FORM=sum(SWITCHES[name] for name in config.form.split("+")),
+        IS_BOLD=problem.dtype == torch.bfloat16,
         HAS_CACHE=problem.has_cache,
         HAS_NEW=problem.has_new,
         HAS_LEFT=mask.has_left,

@@ -138,10 +138,12 @@ def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, 
         x = with_bias(x, rows, key, SPEC)
     if IS_PLAIN:
         return x
-    if (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit)):
-        last = gl.minimum(rows.last, limit) - key
-        x = gl.where(masks.is_visible(offs_n, rows.first - key, last), x, float("-inf"))
-    return x
+    last = gl.minimum(rows.last, limit) - key
+    if SPEC.HAS_LEFT or SPEC.HAS_CHUNK:
+        is_seen = masks.is_visible(offs_n, rows.first - key, last)
+    else:
+        is_seen = gl.expand_dims(offs_n, 0) < gl.expand_dims(last, 1)
+    return gl.where(is_seen, x, float("-inf"))
 
 
 @gluon.jit

@@ -26,11 +26,9 @@ from .products import (
     turn,
 )
 from .spec import MID as _MID
-from .spec import SINGLE as _SINGLE
 from .spec import TURNS as _TURNS
 
 MID = gl.constexpr(_MID)
-SINGLE = gl.constexpr(_SINGLE)
 TURNS = gl.constexpr(_TURNS)
 
 
@@ -93,12 +91,12 @@ def make_clean(vs, stage, key, tile, SPEC: gl.constexpr):
 
 @gluon.jit
 def plain_tiles(i, last_key, tile, rows, SPEC: gl.constexpr):
-    """How many key tiles from the i-th on all rows see whole, and are not the last; none where the
-    values of the one before, that of ``last_key``, must be cleared."""
+    """How many key tiles from the i-th on all rows see whole; none where the values of the one
+    before, that of ``last_key``, must be cleared."""
     key = key_of(i, tile, SPEC)
     low = gl.maximum(rows.full_low, tile.keep_low)
     high = gl.minimum(rows.full_high, limit_of(key, tile, SPEC))
-    count = gl.minimum((key - low) // SPEC.BLOCK_N + 1, tile.num_tiles - 1 - i)
+    count = gl.minimum((key - low) // SPEC.BLOCK_N + 1, tile.num_tiles - i)
     if SPEC.HAS_CACHE and SPEC.HAS_NEW:
         count = gl.where(i < tile.num_new, gl.minimum(count, tile.num_new - i), count)
     is_plain = (key >= low) & (key + SPEC.BLOCK_N <= high) & is_clean(last_key, tile, SPEC)
@@ -211,23 +209,23 @@ def attend(
     mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=n > 1)
     i = 1
     while i < n:
-        if not SPEC.FORM & SINGLE:
-            count = plain_tiles(i, sums.key, tile, rows, SPEC)
-            for j in range(count):
-                v_stage, v_phase = stage, phase
-                stage, phase = ring.following(v_stage, v_phase, STAGES)
-                next_stage, next_phase = ring.following(stage, phase, STAGES)
-                sums = next_tile(
-                    P, sums, qs, part, ks, vs, tile, rows, key_of(i + j, tile, SPEC),
-                    v_stage, v_phase, stage, next_stage, next_phase, True, bars, True, SPEC,
-                )  # fmt: skip
-            i += count
-        v_stage, v_phase = stage, phase
-        stage, phase = ring.following(v_stage, v_phase, STAGES)
-        next_stage, next_phase = ring.following(stage, phase, STAGES)
-        sums = next_tile(
-            P, sums, qs, part, ks, vs, tile, rows, key_of(i, tile, SPEC),
-            v_stage, v_phase, stage, next_stage, next_phase, i + 1 < n, bars, False, SPEC,
-        )  # fmt: skip
-        i += 1
+        count = plain_tiles(i, sums.key, tile, rows, SPEC)
+        for j in range(i, i + count):
+            v_stage, v_phase = stage, phase
+            stage, phase = ring.following(v_stage, v_phase, STAGES)
+            next_stage, next_phase = ring.following(stage, phase, STAGES)
+            sums = next_tile(
+                P, sums, qs, part, ks, vs, tile, rows, key_of(j, tile, SPEC),
+                v_stage, v_phase, stage, next_stage, next_phase, j + 1 < n, bars, True, SPEC,
+            )  # fmt: skip
+        i += count
+        if count == 0:
+            v_stage, v_phase = stage, phase
+            stage, phase = ring.following(v_stage, v_phase, STAGES)
+            next_stage, next_phase = ring.following(stage, phase, STAGES)
+            sums = next_tile(
+                P, sums, qs, part, ks, vs, tile, rows, key_of(i, tile, SPEC),
+                v_stage, v_phase, stage, next_stage, next_phase, i + 1 < n, bars, False, SPEC,
+            )  # fmt: skip
+            i += 1
     return sums, uses + n
