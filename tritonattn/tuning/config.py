@@ -15,7 +15,7 @@ from ..problem import Problem
 # "boxes": packed keys and values are copied by TMA instead of through pointers.  A form of Hopper's
 # kernel is a set of switches, which kernels/hopper/spec.py explains.
 FORMS = ("textbook", "boxes")
-HOPPER_SWITCHES = ("turns", "lanes", "mid", "poly", "drawn")
+HOPPER_SWITCHES = ("turns", "lanes", "mid", "drawn")
 HOPPER_FORMS = tuple(
     "+".join(names) or "plain"
     for count in range(len(HOPPER_SWITCHES) + 1)

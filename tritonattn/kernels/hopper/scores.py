@@ -12,38 +12,13 @@ from triton.experimental.gluon import language as gl
 from .. import masks
 from . import ring
 from .spec import LANES as _LANES
-from .spec import POLY as _POLY
 
 LANES = gl.constexpr(_LANES)
-POLY = gl.constexpr(_POLY)
 # Sums are rescaled once a row's maximum has grown by so much, in base 2: weights are up to 2^8.
 SLACK = gl.constexpr(8.0)
 # A row's weights come to less, or are computed again: float32 has room for them and large values.
 MOST = gl.constexpr(2.0**40)
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-# exp2 of four numbers, of the last one to 2.6e-6 relative and by other units than of the rest: 2^n
-# times a polynomial of what rounding to n leaves.
-EXP2 = gl.constexpr("""{
-    .reg .f32 x, t, r, p;
-    ex2.approx.ftz.f32 $0, $4;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    max.f32 x, $7, 0fC2FC0000;
-    add.rn.f32 t, x, 0f4B400000;
-    sub.rn.f32 r, t, 0f4B400000;
-    sub.rn.f32 r, x, r;
-    fma.rn.f32 p, r, 0f3C1CCBEA, 0f3D650A21;
-    fma.rn.f32 p, p, r, 0f3E76036D;
-    fma.rn.f32 p, p, r, 0f3F31706E;
-    fma.rn.f32 p, p, r, 0f3F7FFFF4;
-    .reg .b32 n, m;
-    mov.b32 n, t;
-    mov.b32 m, p;
-    mad.lo.s32 m, n, 8388608, m;
-    mov.b32 $3, m;
-}""")
 
 
 class Rows(NamedTuple):
@@ -197,13 +172,7 @@ def weigh(x, shift, rows, SPEC: gl.constexpr):
     """[M, BLOCK_N] weights."""
     if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         x = x * rows.gain
-    x = x - gl.expand_dims(shift, 1)
-    if SPEC.FORM & POLY:
-        return gl.inline_asm_elementwise(
-            EXP2, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4
-        )
-    else:
-        return gl.exp2(x)
+    return gl.exp2(x - gl.expand_dims(shift, 1))
 
 
 @gluon.jit

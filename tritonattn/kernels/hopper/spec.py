@@ -10,7 +10,7 @@ class HopperSpec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
     FORM is a sum of switches for the order of the work, which change no result's meaning: TURNS,
-    LANES, MID, POLY, DRAWN.
+    LANES, MID, DRAWN.
     """
 
     HEAD_DIM: int
@@ -42,7 +42,6 @@ class HopperSpec(NamedTuple):
 TURNS = 1  # the warpgroups take turns at the tensor cores
 LANES = 2  # a row's sum is kept in two parts until the end
 MID = 4  # the last values' product is waited for amid the exponentials, not after them
-POLY = 16  # every fourth exponential is a polynomial: where they are what is waited for
 DRAWN = 8  # programs draw their tiles from a counter, where dealing them out would leave gaps
 
 
