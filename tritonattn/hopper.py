@@ -103,7 +103,6 @@ def make_spec(
         STAGES=config.num_stages,
         Q_SLOTS=hopper_q_slots(config, problem),
         FORM=sum(SWITCHES[name] for name in config.form.split("+")),
-        IS_BOLD=problem.dtype == torch.bfloat16,
         HAS_CACHE=problem.has_cache,
         HAS_NEW=problem.has_new,
         HAS_LEFT=mask.has_left,

@@ -102,11 +102,8 @@ def _order(problem: Problem) -> str:
     width = whole_block(problem.head_dim_v)
     if width > 128:
         return "lanes"
-    if problem.has_softcap or problem.has_alibi:
-        return "turns+lanes+mid"
-    if width <= 64:
-        return "lanes+mid"
-    return "lanes"
+    is_bare = not (problem.has_softcap or problem.has_alibi)
+    return "lanes+mid" if problem.has_cache and is_bare and width > 64 else "turns+lanes"
 
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:

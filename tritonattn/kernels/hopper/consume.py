@@ -84,12 +84,13 @@ def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, is_padding, SPEC: 
 
 
 @gluon.jit
-def judge(P: gl.constexpr, row_sum, rows, tile, tiles, slot, failed, bars, SPEC: gl.constexpr):
+def judge(P: gl.constexpr, row_sum, rows, tiles, slot, failed, bars, dtype: gl.constexpr):
     """Tell the scheduler whether a row's weights were too large, or vanished."""
     offs = P * row_sum.shape[0] + gl.arange(0, row_sum.shape[0], row_sum.type.layout)
     is_row = (offs < ring.field(tiles, slot, ring.ROWS, 4)) & (rows.first < rows.last)
-    is_right = (row_sum > 0.0) & (row_sum < scores.MOST)  # NaN is not
-    has_failed = is_row & ~is_right & (tile.is_careful == 0)
+    is_right = (row_sum > 0.0) & (row_sum < scores.most(dtype))  # NaN is not
+    is_first_time = ring.field(tiles, slot, ring.FULL_LOW, 4) < ring.NONE
+    has_failed = is_row & ~is_right & is_first_time
     failed.index(slot * ring.CONSUMERS + P).store(has_failed.to(gl.int32))
     mbarrier.arrive(bars.tile_judged.index(slot), count=1)
 
@@ -132,7 +133,6 @@ def consume(
             ring.field(tiles, slot, ring.KEEP_LOW, 4),
             ring.field(tiles, slot, ring.KEEP_HIGH, 4),
             ring.field(tiles, slot, ring.CONTEXT, 4),
-            ring.field(tiles, slot, ring.IS_CAREFUL, 4) if SPEC.IS_BOLD else 0,
         )
         row_max = gl.full([M], float("-inf"), gl.float32, ROWS)
         row_sum = scores.no_sums(row_max, SPEC)
@@ -153,8 +153,7 @@ def consume(
         phase = ring.phase(keys - 1, SPEC.STAGES)
         acc = add_values(sums, vs, stage, phase, tile, bars, False, SPEC)
         row_sum = scores.whole_sums(sums.row_sum, ROWS, SPEC)
-        if SPEC.IS_BOLD:
-            judge(P, row_sum, rows, tile, tiles, slot, failed, bars, SPEC)
+        judge(P, row_sum, rows, tiles, slot, failed, bars, ks.dtype)
         # The next tile's first product begins before this one's end.
         count += 1
         n, qk = begin_tile(P, count, keys, qs, ks, tiles, bars, SPEC)

@@ -200,8 +200,8 @@ def publish(fields, tiles, bars, count):
 
 @gluon.jit
 def repeat_failed(i, count, lane, tiles, failed, bars, SPEC: gl.constexpr):
-    """Announce the i-th tile again, to be computed with care, if it was not right.  Gives how many
-    have been announced."""
+    """Announce the i-th tile again, if it was not right, as one of which no keys are seen by all: all
+    maxima are looked for.  Gives how many have been announced."""
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     ring.wait_full(bars.tile_judged, i, ring.SLOTS)
     slot = ring.place(i, ring.SLOTS)
@@ -211,7 +211,7 @@ def repeat_failed(i, count, lane, tiles, failed, bars, SPEC: gl.constexpr):
         has_failed |= gl.max(flags.load(gl.BlockedLayout([M // 32], [32], [1], [0])), 0)
     if has_failed > 0:
         fields = rows_of(tiles).index(slot).load(lane.type.layout)
-        publish(gl.where(lane == ring.IS_CAREFUL, 1, fields), tiles, bars, count)
+        publish(gl.where(lane == ring.FULL_LOW, ring.NONE, fields), tiles, bars, count)
         count += 1
     return count
 
@@ -247,11 +247,10 @@ def schedule(
             sequence = first + of_lane(is_it, lane)
             head = kv_head * SPEC.GROUP + number % SPEC.GROUP
             fields, n = describe(block, is_it, index, sequence, head, masking, lane, SPEC)
-            if SPEC.IS_BOLD:
-                # Before a row is overwritten, its tile must be known to be right.
-                while judged + ring.SLOTS <= count:
-                    count = repeat_failed(judged, count, lane, tiles, failed, bars, SPEC)
-                    judged += 1
+            # Before a row is overwritten, its tile must be known to be right.
+            while judged + ring.SLOTS <= count:
+                count = repeat_failed(judged, count, lane, tiles, failed, bars, SPEC)
+                judged += 1
             publish(fields, tiles, bars, count)
             count += 1
             if counters is None:
@@ -268,8 +267,7 @@ def schedule(
             in_block = gl.sum(block.tiles, 0)
     if counters is not None:
         leave(counters)
-    if SPEC.IS_BOLD:
-        while judged < count:
-            count = repeat_failed(judged, count, lane, tiles, failed, bars, SPEC)
-            judged += 1
+    while judged < count:
+        count = repeat_failed(judged, count, lane, tiles, failed, bars, SPEC)
+        judged += 1
     publish(lane * 0 - 1, tiles, bars, count)

@@ -14,10 +14,7 @@ from . import ring
 from .spec import LANES as _LANES
 
 LANES = gl.constexpr(_LANES)
-# Sums are rescaled once a row's maximum has grown by so much, in base 2: weights are up to 2^8.
-SLACK = gl.constexpr(8.0)
-# A row's weights come to less, or are computed again: float32 has room for them and large values.
-MOST = gl.constexpr(2.0**40)
+SLACK = gl.constexpr(8.0)  # in base 2, by which a maximum may grow before sums are rescaled
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -146,6 +143,22 @@ def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, 
     return gl.where(is_seen, x, float("-inf"))
 
 
+@gluon.constexpr_function
+def lift(dtype):
+    """How far above its maximum, in base 2, a row's weights are measured from: room for them to grow.
+
+    What a weight of float16 loses below 2^-14 is 2^-19 of the largest.
+    """
+    return 6.0 if dtype == gl.float16 else 0.0
+
+
+@gluon.constexpr_function
+def most(dtype):
+    """A row's weights come to less, or its tile is computed again.  float16 holds no more; float32
+    has room for the values beside."""
+    return 2.0**15 if dtype == gl.float16 else 2.0**40
+
+
 @gluon.jit
 def shift_of(row_max, rows, key, SPEC: gl.constexpr):
     """What to subtract from ``score``, [M]."""
@@ -155,13 +168,15 @@ def shift_of(row_max, rows, key, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def raise_max(x, row_max, rows, key, SPEC: gl.constexpr):
-    """(new row_max, shift_of it, what to scale the sums so far by), all [M].  It is raised only
-    where it would grow by more than SLACK, as what is scaled by 1 need not be."""
+def raise_max(x, row_max, rows, key, dtype: gl.constexpr, SPEC: gl.constexpr):
+    """(new row_max, shift_of it, what to scale the sums so far by), all [M].
+
+    It is raised only where it would grow by more than SLACK: what is scaled by 1 need not be.
+    """
     most = gl.max(x, 1)
     if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         most = most * rows.gain
-    most += row_bias(rows, key, SPEC)
+    most += row_bias(rows, key, SPEC) + lift(dtype)
     most = gl.where(most > row_max + SLACK, most, row_max)
     alpha = gl.exp2(row_max - gl.where(most == float("-inf"), 0.0, most))
     return most, shift_of(most, rows, key, SPEC), alpha

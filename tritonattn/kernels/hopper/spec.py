@@ -24,7 +24,6 @@ class HopperSpec(NamedTuple):
     STAGES: int  # key and value tiles that shared memory holds
     Q_SLOTS: int  # query tiles that it holds
     FORM: int
-    IS_BOLD: bool  # the maximum of most key tiles is not looked for: see walk.py
     HAS_CACHE: bool
     HAS_NEW: bool
     HAS_LEFT: bool

@@ -5,8 +5,10 @@ only the first is waited for; the second and what the other consumer has begun r
 of tile i is computed.
 
 Every instruction between the products shows.  So tiles that all queries see whole, which are most
-of many, have a loop of their own, without masks or a look at what is seen; and a ring's slots are
-counted on, not worked out.
+of many, have a loop of their own: without masks, and without a look at their maximum.  Their weights
+are measured from the maximum of the tiles before.  A score must be larger by far to make one too
+large, which the row's sum shows in the end (consume.judge); the scheduler then announces the tile of
+queries once more, as if no keys were seen by all.
 """
 
 from typing import NamedTuple
@@ -42,7 +44,6 @@ class Tile(NamedTuple):
     keep_low: object  # keys that some query of the sequence sees
     keep_high: object
     context: object  # keys in the cache
-    is_careful: object  # whether every tile's maximum is looked for
 
 
 class Sums(NamedTuple):
@@ -100,8 +101,6 @@ def plain_tiles(i, last_key, tile, rows, SPEC: gl.constexpr):
     if SPEC.HAS_CACHE and SPEC.HAS_NEW:
         count = gl.where(i < tile.num_new, gl.minimum(count, tile.num_new - i), count)
     is_plain = (key >= low) & (key + SPEC.BLOCK_N <= high) & is_clean(last_key, tile, SPEC)
-    if SPEC.IS_BOLD:
-        is_plain = is_plain & (tile.is_careful == 0)
     return gl.where(is_plain, count, 0)
 
 
@@ -121,7 +120,7 @@ def first_tile(qk, tile, rows, acc, row_max, row_sum, SPEC: gl.constexpr, dtype:
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     key = key_of(0, tile, SPEC)
     x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), False, dtype == gl.bfloat16, SPEC)
-    row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
+    row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, dtype, SPEC)
     w = scores.weigh(x, shift, rows, SPEC)
     row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
     rest = 0
@@ -144,7 +143,6 @@ def next_tile(
     ``stage``.  ``next_stage`` is waited for, if there is a next tile."""
     dtype: gl.constexpr = ks.dtype
     LAYOUT: gl.constexpr = sums.acc.type.layout
-    IS_BOLD: gl.constexpr = IS_PLAIN and SPEC.IS_BOLD
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     if SPEC.FORM & TURNS:
         turn(False, P)
@@ -157,11 +155,11 @@ def next_tile(
     limit = limit_of(key, tile, SPEC)
     x = scores.score(qk, rows, key, limit, IS_PLAIN, dtype == gl.bfloat16, SPEC)
     row_max, row_sum = sums.row_max, sums.row_sum
-    if IS_BOLD:
+    if IS_PLAIN:
         shift = scores.shift_of(row_max, rows, key, SPEC)
         alpha = shift  # which nothing takes
     else:
-        row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
+        row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, dtype, SPEC)
         row_sum = scores.rescale_sums(row_sum, alpha, SPEC)
     rest = 0
     # The wait for the next keys ends a basic block, and so keeps ptxas from waiting for P V before
@@ -174,7 +172,7 @@ def next_tile(
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
         acc, a, b, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, a, b, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
-        if not IS_BOLD:
+        if not IS_PLAIN:
             acc = rescale(acc, alpha)
         b = scores.weigh(b, shift, rows, SPEC)
         row_sum += scores.row_sums_like(row_sum, b, SPEC)
@@ -187,7 +185,7 @@ def next_tile(
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
         acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, p, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
-        if not IS_BOLD:
+        if not IS_PLAIN:
             acc = rescale(acc, alpha)
     return Sums(acc, row_max, row_sum, p, rest, key)
 
