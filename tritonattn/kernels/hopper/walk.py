@@ -5,9 +5,9 @@ only the first is waited for; the second and what the other consumer has begun r
 of tile i is computed.
 
 Every instruction between the products shows.  So tiles that all queries see whole, which are most
-of many, have a loop of their own: without masks, and without a look at their maximum.  Their weights
-are measured from the maximum of the tiles before.  A score must be larger by far to make one too
-large, which the row's sum shows in the end (consume.judge); the scheduler then announces the tile of
+of many, have a loop of their own: without masks, and without a look at their maximum.  Weights are
+measured from the maximum of the tiles before, and a score must be larger by far to make one too
+large.  That a row's sum shows in the end (consume.judge); the scheduler then announces the tile of
 queries once more, as if no keys were seen by all.
 """
 
