@@ -200,8 +200,8 @@ def publish(fields, tiles, bars, count):
 
 @gluon.jit
 def repeat_failed(i, count, lane, tiles, failed, bars, SPEC: gl.constexpr):
-    """Announce the i-th tile again, if it was not right, as one of which no keys are seen by all, so
-    that all maxima are looked for.  Gives how many have been announced."""
+    """Announce the i-th tile again, if it was not right, as if no keys were seen by all: then all
+    maxima are looked for.  Gives how many have been announced."""
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     ring.wait_full(bars.tile_judged, i, ring.SLOTS)
     slot = ring.place(i, ring.SLOTS)

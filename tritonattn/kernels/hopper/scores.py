@@ -145,7 +145,7 @@ def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, 
 
 @gluon.constexpr_function
 def lift(dtype):
-    """How far above a row's maximum, in base 2, its weights are measured from, to have room to grow.
+    """How far above a row's maximum, in base 2, weights are measured from, to have room to grow.
 
     What a weight of float16 loses below 2^-14 is 2^-19 of the largest.
     """
