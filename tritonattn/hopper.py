@@ -13,7 +13,7 @@ from .boxes import Box, box
 from .call import Call
 from .device import Device
 from .kernels.hopper.prefill import prefill_kernel
-from .kernels.hopper.spec import AHEAD, DRAWN, LANES, MID, SINGLE, TURNS, HopperSpec, boxes
+from .kernels.hopper.spec import DRAWN, LANES, MID, TURNS, HopperSpec, boxes
 from .plan import Kind, Plan
 from .problem import Problem
 from .tuning.config import KernelConfig, hopper_blocks, hopper_q_slots
@@ -22,9 +22,7 @@ SWITCHES = {
     "plain": 0,
     "turns": TURNS,
     "lanes": LANES,
-    "ahead": AHEAD,
     "mid": MID,
-    "single": SINGLE,
     "drawn": DRAWN,
 }
 ROUNDS = 4  # of tiles, a program, that a section of sequences should last

@@ -25,7 +25,6 @@ SHORT = 64  # mean queries a sequence up to which lengths may differ much: decod
 MOST_DIMS = 256  # of a head, in Hopper's kernel
 # Of these few are padding there: it computes with 64, 128 or 256.
 HOPPER_DIMS = (64, 96, 112, 120, 128, 192, 224, 256)
-FEW_TILES = 768  # mean queries a sequence up to which few key tiles are seen whole by a tile
 LONG = 2048  # mean queries a sequence from which tiles of the beginning and the end differ much
 HOPPER_QUERIES = 96  # mean queries a sequence that fill its tiles of 128 well enough
 
@@ -169,7 +168,7 @@ def turning_points(problem: Problem, device: Device, batch: int) -> list[int]:
     """Numbers of queries in all, of ``batch`` sequences, past which a plan or a configuration may
     be another one."""
     few = FEW * device.sm_count // (2 * problem.num_kv_heads) * 64 // problem.group
-    return [few, SHORT * batch, HOPPER_QUERIES * batch - 1, FEW_TILES * batch, LONG * batch - 1]
+    return [few, SHORT * batch, HOPPER_QUERIES * batch - 1, LONG * batch - 1]
 
 
 def _parts(num_splits: int, split_keys: int = 0) -> Plan:

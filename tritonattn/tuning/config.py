@@ -15,12 +15,11 @@ from ..problem import Problem
 # "boxes": packed keys and values are copied by TMA instead of through pointers.  A form of Hopper's
 # kernel is a set of switches, which kernels/hopper/spec.py explains.
 FORMS = ("textbook", "boxes")
-HOPPER_SWITCHES = ("turns", "lanes", "ahead", "mid", "single", "drawn")
+HOPPER_SWITCHES = ("turns", "lanes", "mid", "drawn")
 HOPPER_FORMS = tuple(
     "+".join(names) or "plain"
     for count in range(len(HOPPER_SWITCHES) + 1)
     for names in itertools.combinations(HOPPER_SWITCHES, count)
-    if not {"ahead", "mid"} <= {*names}  # each says when sums are rescaled
 )
 FORMS_OF = {PORTABLE: FORMS, HOPPER: HOPPER_FORMS}
 
@@ -247,10 +246,11 @@ def hopper_q_slots(config: KernelConfig, problem: Problem) -> int:
 
 
 def _shared_by_hopper(config: KernelConfig, problem: Problem, slots: int) -> int:
-    """Tiles, a barrier or two for each, the ring of announced tiles, and what Triton takes itself
-    for exchanges among threads and between the program's roles."""
+    """Tiles, a barrier or two for each, the ring of announced tiles and what becomes of their rows,
+    and what Triton takes itself for exchanges among threads and between the program's roles."""
     d, dv = hopper_blocks(problem)
     stages = config.num_stages
     tiles = 2 * (slots * config.block_m * d + stages * config.block_n * (d + dv))
-    barriers = 8 * (2 * 4 + 3 * slots + 4 * stages)
-    return tiles + barriers + 512 + 4096 + 160
+    barriers = 8 * (3 * 4 + 3 * slots + 4 * stages)
+    announced = 4 * 4 * (32 + config.block_m)
+    return tiles + barriers + announced + 4096 + 128

@@ -16,7 +16,7 @@ import torch
 
 from ..device import Device, target
 from ..errors import UnsupportedError, dtype_name
-from ..plan import FEW_TILES, HOPPER, LONG, plan
+from ..plan import HOPPER, LONG, plan
 from ..problem import Problem
 from .config import (
     KernelConfig,
@@ -83,8 +83,6 @@ def hopper(problem: Problem) -> KernelConfig:
     form = _order(problem)
     if not problem.batch_invariant:
         is_new = not problem.has_cache
-        if is_new and problem.total_q <= FEW_TILES * problem.batch:
-            form += "+single"
         # Long tiles leave gaps at the end if they are dealt out; of short ones each drawing shows.
         if not is_new or problem.total_q >= LONG * problem.batch:
             form += "+drawn"
@@ -104,12 +102,8 @@ def _order(problem: Problem) -> str:
     width = whole_block(problem.head_dim_v)
     if width > 128:
         return "lanes"
-    if problem.has_softcap or problem.has_alibi:
-        return "turns+lanes+mid"
-    if width <= 64:
-        return "lanes+mid"
-    has_small_pages = problem.has_cache and problem.page_size < 128
-    return "lanes" if has_small_pages else "lanes+ahead"
+    is_bare = not (problem.has_softcap or problem.has_alibi)
+    return "lanes+mid" if problem.has_cache and is_bare and width > 64 else "turns+lanes"
 
 
 def _best(problem: Problem, device: Device, rows: int) -> Tile:

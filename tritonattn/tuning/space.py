@@ -10,7 +10,7 @@ import itertools
 
 from ..console import count
 from ..device import Device
-from ..plan import HOPPER, LONG, plan
+from ..plan import HOPPER, plan
 from ..problem import Problem
 from .config import HOPPER_FORMS, KernelConfig, blocks, invalid, whole_block, why_no_boxes
 from .heuristics import heuristic, portable
@@ -77,13 +77,7 @@ def _tried(problem: Problem, device: Device) -> list[KernelConfig]:
 
     tried = [heuristic(problem, device)]
     if plan(problem, device).kernel == HOPPER:
-        # A row's sum in one part has paid nowhere yet, nor a single loop for long sequences.
-        has_few_tiles = problem.total_q < LONG * problem.batch
-        forms = [
-            form
-            for form in HOPPER_FORMS
-            if "lanes" in form and ("single" not in form or (has_few_tiles and "drawn" not in form))
-        ]
+        forms = [form for form in HOPPER_FORMS if "lanes" in form]  # nothing else has paid yet
         for n, s, form in itertools.product((64, 128), (2, 3, 4), forms):
             tried.append(KernelConfig(128, n, 1, 4, s, form, HOPPER))
         tried.append(portable(problem, device))

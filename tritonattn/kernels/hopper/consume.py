@@ -84,6 +84,18 @@ def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, is_padding, SPEC: 
 
 
 @gluon.jit
+def judge(P: gl.constexpr, row_sum, rows, tiles, slot, failed, bars, dtype: gl.constexpr):
+    """Tell the scheduler whether a row's weights were too large, or vanished."""
+    offs = P * row_sum.shape[0] + gl.arange(0, row_sum.shape[0], row_sum.type.layout)
+    is_row = (offs < ring.field(tiles, slot, ring.ROWS, 4)) & (rows.first < rows.last)
+    is_right = (row_sum > 0.0) & (row_sum < scores.most(dtype))  # NaN is not
+    is_first_time = ring.field(tiles, slot, ring.FULL_LOW, 4) < ring.NONE
+    has_failed = is_row & ~is_right & is_first_time
+    failed.index(slot * ring.CONSUMERS + P).store(has_failed.to(gl.int32))
+    mbarrier.arrive(bars.tile_judged.index(slot), count=1)
+
+
+@gluon.jit
 def begin_tile(P: gl.constexpr, count, keys, qs, ks, tiles, bars, SPEC: gl.constexpr):
     """How many key tiles the next tile of queries has, and its first product, begun; that is one of
     anything where there is no tile."""
@@ -98,8 +110,9 @@ def begin_tile(P: gl.constexpr, count, keys, qs, ks, tiles, bars, SPEC: gl.const
 
 @gluon.jit
 def consume(
-    P: gl.constexpr, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC: gl.constexpr
-):
+    P: gl.constexpr, scoring, masking, output, num_seqs, qs, ks, vs, tiles, failed, bars,
+    SPEC: gl.constexpr,
+):  # fmt: skip
     """A consumer's whole work; P is its number."""
     M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
     SUMS: gl.constexpr = products(SPEC.BLOCK_DV)
@@ -139,12 +152,13 @@ def consume(
         stage = ring.place(keys - 1, SPEC.STAGES)
         phase = ring.phase(keys - 1, SPEC.STAGES)
         acc = add_values(sums, vs, stage, phase, tile, bars, False, SPEC)
+        row_sum = scores.whole_sums(sums.row_sum, ROWS, SPEC)
+        judge(P, row_sum, rows, tiles, slot, failed, bars, ks.dtype)
         # The next tile's first product begins before this one's end.
         count += 1
         n, qk = begin_tile(P, count, keys, qs, ks, tiles, bars, SPEC)
         acc, qk = warpgroup_mma_wait(1, deps=[acc, qk])
         ring.give_back(bars.v_empty, stage)
-        row_sum = scores.whole_sums(sums.row_sum, ROWS, SPEC)
         store(P, acc, sums.row_max, row_sum, tiles, slot, output, SPEC)
         ring.give_back(bars.tile_empty, slot)
     warpgroup_mma_wait(0, deps=[qk])

@@ -20,6 +20,7 @@ from .schedule import schedule
 class Bars(NamedTuple):
     tile_full: object
     tile_empty: object
+    tile_judged: object
     q_full: object
     q_empty: object
     k_full: object
@@ -76,6 +77,7 @@ def prefill_kernel(
     bars = Bars(
         make_bars(ring.SLOTS, 1),
         make_bars(ring.SLOTS, THREADS + 64),
+        make_bars(ring.SLOTS, ring.CONSUMERS),
         make_bars(SPEC.Q_SLOTS * ring.CONSUMERS, 1),
         make_bars(SPEC.Q_SLOTS, THREADS),
         make_bars(SPEC.STAGES, 1),
@@ -83,11 +85,14 @@ def prefill_kernel(
         make_bars(SPEC.STAGES, 1),
         make_bars(SPEC.STAGES, THREADS),
     )
+    failed = gl.allocate_shared_memory(  # rows of tiles
+        gl.int32, [ring.SLOTS * ring.CONSUMERS, M], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     num_seqs = batch.num_seqs
     gl.warp_specialize([
-        (consume, (0, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC)),
-        (consume, (1, scoring, masking, output, num_seqs, qs, ks, vs, tiles, bars, SPEC)),
+        (consume, (0, scoring, masking, output, num_seqs, qs, ks, vs, tiles, failed, bars, SPEC)),
+        (consume, (1, scoring, masking, output, num_seqs, qs, ks, vs, tiles, failed, bars, SPEC)),
         (load_keys, (q_box, k_box, k_pages, table, qs, ks, tiles, bars, SPEC)),
         (load_values, (v_box, v_pages, table, vs, tiles, bars, SPEC)),
-        (schedule, (batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC)),
+        (schedule, (batch, masking, counters, section, num_kv_heads, tiles, failed, bars, SPEC)),
     ], [4, 1, 1, 1], [CONSUMER_REGS, OTHER_REGS, OTHER_REGS, OTHER_REGS])  # fmt: skip

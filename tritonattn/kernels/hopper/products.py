@@ -23,6 +23,29 @@ def products(columns):
     )
 
 
+@gluon.constexpr_function
+def multiply_or_leave(count):
+    """PTX that multiplies ``count`` numbers, pairs of one row and of another in turn, with as many
+    factors, unless all of the warp's are 1."""
+    factor = [f"${2 * count + i}" for i in range(count)]
+    lines = [
+        "{ .reg .pred p;",
+        f"setp.neu.f32 p, {factor[0]}, 1.0;",
+        f"setp.neu.or.f32 p, {factor[2]}, 1.0, p;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra LEAVE;",
+        *(f"mul.f32 ${i}, ${i}, {factor[i]};" for i in range(count)),
+        "LEAVE: }",
+    ]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def in_place(count):
+    """Constraints of ``count`` numbers that change where they are, and as many other inputs."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
 @gluon.jit
 def turn(GIVE: gl.constexpr, OF: gl.constexpr):
     """Wait for a consumer's turn at the tensor cores, or give it."""
@@ -83,8 +106,14 @@ def begin_values(p, rest, vs, stage, acc, SPEC: gl.constexpr):
 
 @gluon.jit
 def rescale(acc, alpha):
+    """acc * alpha [M]; a warp of whose rows all stay as they are goes past it."""
     LAYOUT: gl.constexpr = acc.type.layout
-    return acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
+    PACK: gl.constexpr = min(64, acc.shape[0] * acc.shape[1] // 128)
+    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT)), 1)
+    return gl.inline_asm_elementwise(
+        multiply_or_leave(PACK), in_place(PACK),
+        [acc, alpha.broadcast_to(acc.shape)], dtype=gl.float32, is_pure=True, pack=PACK,
+    )  # fmt: skip
 
 
 @gluon.jit

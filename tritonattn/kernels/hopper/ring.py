@@ -8,6 +8,8 @@ All signals are mbarriers, and every use flips their phase:
 
     tile_full[t]               the scheduler -> the others: a row of ``tiles`` says what to do
     tile_empty[t]              the others -> the scheduler: the row has been read
+    tile_judged[t]             the consumers -> the scheduler: ``failed`` says whether to announce
+                               it again (see walk.py)
     q_full[s, consumer]        a loader -> a consumer: its queries have arrived
     k_full[b], v_full[b]       a loader -> the consumers: a tile of keys, of values
     q_empty, k_empty, v_empty  the consumers -> a loader: may be overwritten
@@ -29,6 +31,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _memory = gl.shared_memory_descriptor
 view_as = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
+NONE = gl.constexpr(1 << 30)  # past all keys
 SLOTS = gl.constexpr(4)  # tiles that may be announced at a time
 WIDTH = gl.constexpr(32)  # numbers that describe a tile: the first are the fields below
 COLUMNS = gl.constexpr(_COLUMNS)
@@ -45,7 +48,7 @@ HEAD = gl.constexpr(5)
 ROWS = gl.constexpr(6)  # queries that there are
 POS = gl.constexpr(7)  # position of the first one
 LEN_K = gl.constexpr(8)
-FULL_LOW = gl.constexpr(9)  # keys that all queries of the tile see
+FULL_LOW = gl.constexpr(9)  # keys that all queries of the tile see; NONE: it is announced again
 FULL_HIGH = gl.constexpr(10)
 KEEP_LOW = gl.constexpr(11)  # keys that some query of the sequence sees
 KEEP_HIGH = gl.constexpr(12)

@@ -186,12 +186,34 @@ def describe(block, is_it, tile, sequence, head, masking, lane, SPEC: gl.constex
 
 
 @gluon.jit
-def publish(fields, tiles, bars, count):
+def rows_of(tiles):
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows = ring.view_as(tiles, gl.int32, [ring.SLOTS, ring.WIDTH], ROW)
+    return ring.view_as(tiles, gl.int32, [ring.SLOTS, ring.WIDTH], ROW)
+
+
+@gluon.jit
+def publish(fields, tiles, bars, count):
     ring.wait_empty(bars.tile_empty, count, ring.SLOTS)
-    rows.index(ring.place(count, ring.SLOTS)).store(fields)
+    rows_of(tiles).index(ring.place(count, ring.SLOTS)).store(fields)
     mbarrier.arrive(bars.tile_full.index(ring.place(count, ring.SLOTS)), count=1)
+
+
+@gluon.jit
+def repeat_failed(i, count, lane, tiles, failed, bars, SPEC: gl.constexpr):
+    """Announce the i-th tile again, if it was not right, as if no keys were seen by all: then all
+    maxima are looked for.  Gives how many have been announced."""
+    M: gl.constexpr = SPEC.BLOCK_M // ring.CONSUMERS
+    ring.wait_full(bars.tile_judged, i, ring.SLOTS)
+    slot = ring.place(i, ring.SLOTS)
+    has_failed = 0
+    for part in gl.static_range(ring.CONSUMERS):
+        flags = failed.index(slot * ring.CONSUMERS + part)
+        has_failed |= gl.max(flags.load(gl.BlockedLayout([M // 32], [32], [1], [0])), 0)
+    if has_failed > 0:
+        fields = rows_of(tiles).index(slot).load(lane.type.layout)
+        publish(gl.where(lane == ring.FULL_LOW, ring.NONE, fields), tiles, bars, count)
+        count += 1
+    return count
 
 
 @gluon.jit
@@ -203,7 +225,9 @@ def leave(counters):
 
 
 @gluon.jit
-def schedule(batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC: gl.constexpr):
+def schedule(
+    batch, masking, counters, section, num_kv_heads, tiles, failed, bars, SPEC: gl.constexpr
+):
     """The scheduler's whole work."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, LANES)
@@ -211,6 +235,7 @@ def schedule(batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC:
     first = 0  # sequence of the block
     before = 0  # tiles of the blocks before it
     count = 0  # tiles announced
+    judged = 0  # and of these, known to be right or announced again
     block = load_block(batch, first, section, lane, SPEC)
     in_block = gl.sum(block.tiles, 0)
     while first <= batch.num_seqs:
@@ -222,6 +247,10 @@ def schedule(batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC:
             sequence = first + of_lane(is_it, lane)
             head = kv_head * SPEC.GROUP + number % SPEC.GROUP
             fields, n = describe(block, is_it, index, sequence, head, masking, lane, SPEC)
+            # Before a row is overwritten, its tile must be known to be right.
+            while judged + ring.SLOTS <= count:
+                count = repeat_failed(judged, count, lane, tiles, failed, bars, SPEC)
+                judged += 1
             publish(fields, tiles, bars, count)
             count += 1
             if counters is None:
@@ -238,4 +267,7 @@ def schedule(batch, masking, counters, section, num_kv_heads, tiles, bars, SPEC:
             in_block = gl.sum(block.tiles, 0)
     if counters is not None:
         leave(counters)
+    while judged < count:
+        count = repeat_failed(judged, count, lane, tiles, failed, bars, SPEC)
+        judged += 1
     publish(lane * 0 - 1, tiles, bars, count)

@@ -14,6 +14,7 @@ from . import ring
 from .spec import LANES as _LANES
 
 LANES = gl.constexpr(_LANES)
+SLACK = gl.constexpr(8.0)  # in base 2, by which a maximum may grow before sums are rescaled
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -134,23 +135,51 @@ def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, 
         x = with_bias(x, rows, key, SPEC)
     if IS_PLAIN:
         return x
-    if (key < rows.full_low) | (key + SPEC.BLOCK_N > gl.minimum(rows.full_high, limit)):
-        last = gl.minimum(rows.last, limit) - key
-        x = gl.where(masks.is_visible(offs_n, rows.first - key, last), x, float("-inf"))
-    return x
+    last = gl.minimum(rows.last, limit) - key
+    if SPEC.HAS_LEFT or SPEC.HAS_CHUNK:
+        is_seen = masks.is_visible(offs_n, rows.first - key, last)
+    else:
+        is_seen = gl.expand_dims(offs_n, 0) < gl.expand_dims(last, 1)
+    return gl.where(is_seen, x, float("-inf"))
+
+
+@gluon.constexpr_function
+def lift(dtype):
+    """How far above a row's maximum, in base 2, weights are measured from, to have room to grow.
+
+    What a weight of float16 loses below 2^-14 is 2^-19 of the largest.
+    """
+    return 6.0 if dtype == gl.float16 else 0.0
+
+
+@gluon.constexpr_function
+def most(dtype):
+    """A row's weights come to less, or its tile is computed again.  float16 holds no more; float32
+    has room for the values beside."""
+    return 2.0**15 if dtype == gl.float16 else 2.0**40
 
 
 @gluon.jit
-def raise_max(x, row_max, rows, key, SPEC: gl.constexpr):
-    """(new row_max, what to subtract from ``score``, what to scale the sums so far by), all [M]."""
+def shift_of(row_max, rows, key, SPEC: gl.constexpr):
+    """What to subtract from ``score``, [M]."""
+    # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
+    shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+    return shift - row_bias(rows, key, SPEC)
+
+
+@gluon.jit
+def raise_max(x, row_max, rows, key, dtype: gl.constexpr, SPEC: gl.constexpr):
+    """(new row_max, shift_of it, what to scale the sums so far by), all [M].
+
+    It is raised only where it would grow by more than SLACK: what is scaled by 1 need not be.
+    """
     most = gl.max(x, 1)
     if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         most = most * rows.gain
-    bias = row_bias(rows, key, SPEC)
-    most = gl.maximum(row_max, most + bias)
-    # A row that has seen no key yet keeps -inf; -inf - -inf would be NaN.
-    shift = gl.where(most == float("-inf"), 0.0, most)
-    return most, shift - bias, gl.exp2(row_max - shift)
+    most += row_bias(rows, key, SPEC) + lift(dtype)
+    most = gl.where(most > row_max + SLACK, most, row_max)
+    alpha = gl.exp2(row_max - gl.where(most == float("-inf"), 0.0, most))
+    return most, shift_of(most, rows, key, SPEC), alpha
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ class HopperSpec(NamedTuple):
     """Everything here is known when the kernel compiles; lengths, strides, windows, scales are not.
 
     FORM is a sum of switches for the order of the work, which change no result's meaning: TURNS,
-    LANES, AHEAD, MID, SINGLE, DRAWN.
+    LANES, MID, DRAWN.
     """
 
     HEAD_DIM: int
@@ -40,10 +40,8 @@ class HopperSpec(NamedTuple):
 
 TURNS = 1  # the warpgroups take turns at the tensor cores
 LANES = 2  # a row's sum is kept in two parts until the end
-AHEAD = 4  # the next product with keys begins before the sums are rescaled
-MID = 8  # the last values' product is waited for amid the exponentials, not after them
-SINGLE = 16  # the tiles that all queries see have no loop of their own: where there are few
-DRAWN = 32  # programs draw their tiles from a counter, where dealing them out would leave gaps
+MID = 4  # the last values' product is waited for amid the exponentials, not after them
+DRAWN = 8  # programs draw their tiles from a counter, where dealing them out would leave gaps
 
 
 def boxes(spec: HopperSpec) -> dict[str, tuple[int, ...]]:

@@ -5,8 +5,10 @@ only the first is waited for; the second and what the other consumer has begun r
 of tile i is computed.
 
 Every instruction between the products shows.  So tiles that all queries see whole, which are most
-of many, have a loop of their own, without masks or a look at what is seen; and a ring's slots are
-counted on, not worked out.
+of many, have a loop of their own: without masks, and without a look at their maximum.  Weights are
+measured from the maximum of the tiles before, and a score must be larger by far to make one too
+large.  That a row's sum shows in the end (consume.judge); the scheduler then announces the tile of
+queries once more, as if no keys were seen by all.
 """
 
 from typing import NamedTuple
@@ -25,14 +27,10 @@ from .products import (
     rescale,
     turn,
 )
-from .spec import AHEAD as _AHEAD
 from .spec import MID as _MID
-from .spec import SINGLE as _SINGLE
 from .spec import TURNS as _TURNS
 
-AHEAD = gl.constexpr(_AHEAD)
 MID = gl.constexpr(_MID)
-SINGLE = gl.constexpr(_SINGLE)
 TURNS = gl.constexpr(_TURNS)
 
 
@@ -56,7 +54,6 @@ class Sums(NamedTuple):
     row_sum: object
     p: object  # the last tile's weights; if MID, those of the first half of its keys
     rest: object  # and of the other half
-    alpha: object  # what acc is to be scaled by, if AHEAD
     key: object  # the last tile's first key
 
 
@@ -95,12 +92,12 @@ def make_clean(vs, stage, key, tile, SPEC: gl.constexpr):
 
 @gluon.jit
 def plain_tiles(i, last_key, tile, rows, SPEC: gl.constexpr):
-    """How many key tiles from the i-th on all rows see whole, and are not the last; none where the
-    values of the one before, that of ``last_key``, must be cleared."""
+    """How many key tiles from the i-th on all rows see whole; none where the values of the one
+    before, that of ``last_key``, must be cleared."""
     key = key_of(i, tile, SPEC)
     low = gl.maximum(rows.full_low, tile.keep_low)
     high = gl.minimum(rows.full_high, limit_of(key, tile, SPEC))
-    count = gl.minimum((key - low) // SPEC.BLOCK_N + 1, tile.num_tiles - 1 - i)
+    count = gl.minimum((key - low) // SPEC.BLOCK_N + 1, tile.num_tiles - i)
     if SPEC.HAS_CACHE and SPEC.HAS_NEW:
         count = gl.where(i < tile.num_new, gl.minimum(count, tile.num_new - i), count)
     is_plain = (key >= low) & (key + SPEC.BLOCK_N <= high) & is_clean(last_key, tile, SPEC)
@@ -123,7 +120,7 @@ def first_tile(qk, tile, rows, acc, row_max, row_sum, SPEC: gl.constexpr, dtype:
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     key = key_of(0, tile, SPEC)
     x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), False, dtype == gl.bfloat16, SPEC)
-    row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, SPEC)
+    row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, dtype, SPEC)
     w = scores.weigh(x, shift, rows, SPEC)
     row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
     rest = 0
@@ -133,7 +130,7 @@ def first_tile(qk, tile, rows, acc, row_max, row_sum, SPEC: gl.constexpr, dtype:
         rest = operand(b, dtype, WEIGHTS)
     else:
         p = gl.convert_layout(w.to(dtype), WEIGHTS)
-    return Sums(acc, row_max, row_sum, p, rest, alpha, key)
+    return Sums(acc, row_max, row_sum, p, rest, key)
 
 
 @gluon.jit
@@ -150,9 +147,6 @@ def next_tile(
     if SPEC.FORM & TURNS:
         turn(False, P)
     qk = begin_scores(qs, part, ks, stage, SPEC)
-    if SPEC.FORM & AHEAD:
-        acc = rescale(sums.acc, sums.alpha)
-        sums = Sums(acc, sums.row_max, sums.row_sum, sums.p, sums.rest, sums.alpha, sums.key)
     acc = add_values(sums, vs, v_stage, v_phase, tile, bars, IS_PLAIN, SPEC)
     if SPEC.FORM & TURNS:
         turn(True, 1 - P)
@@ -160,8 +154,13 @@ def next_tile(
     ring.give_back(bars.k_empty, stage)
     limit = limit_of(key, tile, SPEC)
     x = scores.score(qk, rows, key, limit, IS_PLAIN, dtype == gl.bfloat16, SPEC)
-    row_max, shift, alpha = scores.raise_max(x, sums.row_max, rows, key, SPEC)
-    row_sum = scores.rescale_sums(sums.row_sum, alpha, SPEC)
+    row_max, row_sum = sums.row_max, sums.row_sum
+    if IS_PLAIN:
+        shift = scores.shift_of(row_max, rows, key, SPEC)
+        alpha = shift  # which nothing takes
+    else:
+        row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, dtype, SPEC)
+        row_sum = scores.rescale_sums(row_sum, alpha, SPEC)
     rest = 0
     # The wait for the next keys ends a basic block, and so keeps ptxas from waiting for P V before
     # the exponentials that stand before it.
@@ -173,7 +172,8 @@ def next_tile(
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
         acc, a, b, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, a, b, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
-        acc = rescale(acc, alpha)
+        if not IS_PLAIN:
+            acc = rescale(acc, alpha)
         b = scores.weigh(b, shift, rows, SPEC)
         row_sum += scores.row_sums_like(row_sum, b, SPEC)
         p = operand(a, dtype, WEIGHTS)
@@ -181,13 +181,13 @@ def next_tile(
     else:
         w = scores.weigh(x, shift, rows, SPEC)
         row_sum += scores.row_sums(w, SPEC)
-        w = gl.convert_layout(w.to(dtype), WEIGHTS)
+        p = gl.convert_layout(w.to(dtype), WEIGHTS)
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
-        acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, w, alpha, row_sum])
+        acc, p, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, p, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
-        if not SPEC.FORM & AHEAD:
+        if not IS_PLAIN:
             acc = rescale(acc, alpha)
-    return Sums(acc, row_max, row_sum, p, rest, alpha, key)
+    return Sums(acc, row_max, row_sum, p, rest, key)
 
 
 @gluon.jit
@@ -207,26 +207,23 @@ def attend(
     mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=n > 1)
     i = 1
     while i < n:
-        if not SPEC.FORM & SINGLE:
-            count = plain_tiles(i, sums.key, tile, rows, SPEC)
-            for j in range(count):
-                v_stage, v_phase = stage, phase
-                stage, phase = ring.following(v_stage, v_phase, STAGES)
-                next_stage, next_phase = ring.following(stage, phase, STAGES)
-                sums = next_tile(
-                    P, sums, qs, part, ks, vs, tile, rows, key_of(i + j, tile, SPEC),
-                    v_stage, v_phase, stage, next_stage, next_phase, True, bars, True, SPEC,
-                )  # fmt: skip
-            i += count
-        v_stage, v_phase = stage, phase
-        stage, phase = ring.following(v_stage, v_phase, STAGES)
-        next_stage, next_phase = ring.following(stage, phase, STAGES)
-        sums = next_tile(
-            P, sums, qs, part, ks, vs, tile, rows, key_of(i, tile, SPEC),
-            v_stage, v_phase, stage, next_stage, next_phase, i + 1 < n, bars, False, SPEC,
-        )  # fmt: skip
-        i += 1
-    if SPEC.FORM & AHEAD:
-        acc = rescale(sums.acc, sums.alpha)
-        sums = Sums(acc, sums.row_max, sums.row_sum, sums.p, sums.rest, sums.alpha, sums.key)
+        count = plain_tiles(i, sums.key, tile, rows, SPEC)
+        for j in range(i, i + count):
+            v_stage, v_phase = stage, phase
+            stage, phase = ring.following(v_stage, v_phase, STAGES)
+            next_stage, next_phase = ring.following(stage, phase, STAGES)
+            sums = next_tile(
+                P, sums, qs, part, ks, vs, tile, rows, key_of(j, tile, SPEC),
+                v_stage, v_phase, stage, next_stage, next_phase, j + 1 < n, bars, True, SPEC,
+            )  # fmt: skip
+        i += count
+        if count == 0:
+            v_stage, v_phase = stage, phase
+            stage, phase = ring.following(v_stage, v_phase, STAGES)
+            next_stage, next_phase = ring.following(stage, phase, STAGES)
+            sums = next_tile(
+                P, sums, qs, part, ks, vs, tile, rows, key_of(i, tile, SPEC),
+                v_stage, v_phase, stage, next_stage, next_phase, i + 1 < n, bars, False, SPEC,
+            )  # fmt: skip
+            i += 1
     return sums, uses + n
