@@ -69,8 +69,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     monkeypatch.setattr(launch, "take_counters", lambda _, __, numel, **___: counters[:numel])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    driver = SimpleNamespace(get_current_stream=lambda _: 7)
-    with mock.patch.object(triton.runtime, "driver", SimpleNamespace(active=driver)):
+    monkeypatch.setattr(devices, "current", lambda: 0)
+    monkeypatch.setattr(devices, "stream_of", lambda _: 7)
+    monkeypatch.setattr(devices, "is_capturing", lambda: False)
+    with mock.patch.object(triton.runtime, "driver", SimpleNamespace(active=None)):
         forget()
         yield launches
         forget()
@@ -278,9 +280,8 @@ class Rows:
 def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The current stream and whether it is being captured."""
     now = SimpleNamespace(stream=1, capturing=False)
-    driver = SimpleNamespace(get_current_stream=lambda _: now.stream)
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    monkeypatch.setattr(devices, "stream_of", lambda _: now.stream)
+    monkeypatch.setattr(devices, "is_capturing", lambda: now.capturing)
     monkeypatch.setattr(scratch, "_buffers", {})
     return now
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,17 @@ class Device:
         arch = f"sm_{self.arch}" if self.backend == "cuda" else self.arch
         return f"{self.name} ({arch})"
 
+
+# Every call asks these three.  torch.cuda's own first make sure that CUDA is initialised, as it is
+# where a tensor is on a GPU.
+_ask = torch._C
+current: Callable[[], int] = getattr(_ask, "_cuda_getDevice", torch.cuda.current_device)
+stream_of: Callable[[int], int] = getattr(
+    _ask, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+is_capturing: Callable[[], bool] = getattr(
+    _ask, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 INTERPRETER = Device("interpreter", "cpu", "Triton interpreter", 1, 1 << 30, 1)
 # Of a tensor without memory, for which a program is compiled elsewhere: nothing is held against it.

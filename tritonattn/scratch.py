@@ -12,7 +12,8 @@ import threading
 from typing import NamedTuple
 
 import torch
-import triton
+
+from . import device as devices
 
 _LIMIT = 1 << 24  # float32 numbers, 64 MiB; what is larger goes back to torch after each call
 _COUNTERS = 1 << 22  # int32 numbers that all calls on a GPU draw from, 16 MiB
@@ -39,11 +40,12 @@ _lock = threading.Lock()
 def place_of(like: torch.Tensor) -> Place:
     """Of calls with ``like``, one of their tensors."""
     index = like.get_device()
-    if index < 0:
-        return NOWHERE
-    stream = triton.runtime.driver.active.get_current_stream(index)
-    key = threading.get_ident(), index, stream
-    return Place(key, torch.cuda.is_current_stream_capturing())
+    return NOWHERE if index < 0 else place_at(index, devices.stream_of(index))
+
+
+def place_at(index: int, stream: int) -> Place:
+    """Of calls on a GPU's current stream."""
+    return Place((threading.get_ident(), index, stream), devices.is_capturing())
 
 
 def take(place: Place, like: torch.Tensor, numel: int, *, shared: bool = True) -> torch.Tensor:
