@@ -31,7 +31,6 @@ from tritonattn.call import Call
 from tritonattn.problem import MaskSpec, Problem
 from tritonattn.validate import validate
 
-
 EXPECTED = {
     VARLEN: {"batch": 2, "total_q": 3, "max_q": 3, "max_k": 7, "capacity_k": 7},
     PREFIX: {
