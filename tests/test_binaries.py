@@ -70,6 +70,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(devices, "current", lambda: 0)
+    monkeypatch.setattr(devices, "empty", lambda *how: torch.empty_strided(*how[:2], dtype=how[2]))
     monkeypatch.setattr(devices, "stream_of", lambda _: 7)
     monkeypatch.setattr(devices, "is_capturing", lambda: False)
     with mock.patch.object(triton.runtime, "driver", SimpleNamespace(active=None)):
@@ -282,7 +283,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(stream=1, capturing=False)
     monkeypatch.setattr(devices, "stream_of", lambda _: now.stream)
     monkeypatch.setattr(devices, "is_capturing", lambda: now.capturing)
-    monkeypatch.setattr(scratch, "_buffers", {})
+    monkeypatch.setattr(scratch, "_places", {})
     return now
 
 
@@ -322,7 +323,7 @@ def test_scratch_of_a_compiled_program_is_its_own(stream: SimpleNamespace) -> No
 def test_scratch_keeps_nothing_large(stream: SimpleNamespace) -> None:
     large = scratch._LIMIT + 1
     assert take(Rows(0), large) is not take(Rows(0), large)
-    assert scratch._buffers == {}
+    assert [place.buffer for place in scratch._places.values()] == [None]
 
 
 def test_binaries_are_left_to_the_process_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

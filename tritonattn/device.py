@@ -54,8 +54,8 @@ class Device:
         return f"{self.name} ({arch})"
 
 
-# Every call asks these three.  torch.cuda's own first make sure that CUDA is initialised, as it is
-# where a tensor is on a GPU.
+# What every call on a GPU asks.  torch.cuda's own functions first make sure that CUDA has started,
+# as it has where a tensor is on a GPU; the last is what programs compiled by torch allocate with.
 _ask = torch._C
 current: Callable[[], int] = getattr(_ask, "_cuda_getDevice", torch.cuda.current_device)
 stream_of: Callable[[int], int] = getattr(
@@ -63,6 +63,11 @@ stream_of: Callable[[int], int] = getattr(
 )
 is_capturing: Callable[[], bool] = getattr(
     _ask, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = getattr(
+    _ask._dynamo.guards if torch.version.cuda else None,
+    "_empty_strided_cuda",
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
 )
 
 INTERPRETER = Device("interpreter", "cpu", "Triton interpreter", 1, 1 << 30, 1)

@@ -28,6 +28,9 @@ _INPUTS = (
 )  # fmt: skip
 
 
+_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype
+
+
 @dataclass(slots=True)
 class Ready:
     """What calls with the same Problem share: worked out at the first, looked up at the others."""
@@ -54,31 +57,31 @@ class Repeats:
     """What calls that differ in addresses alone launch."""
 
     gpu: int
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...] | None
+    out: _Made
+    lse: _Made | None
     launches: list[Launch]  # one for each kind of sequences
 
     def __call__(
         self,
-        q: torch.Tensor,
         addresses: list[int],
+        q: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
-        *,
         shared: bool,
     ) -> Result:
-        """Launch for other tensors, which are at ``addresses``, in the order of ``_INPUTS``."""
+        """Launch for other tensors, which are at ``addresses``, in the order of ``_INPUTS``, and
+        ``out`` if there is one."""
         gpu = self.gpu
         if gpu != device.current():
             with torch.cuda.device(gpu):
-                return self(q, addresses, out, lse, shared=shared)
+                return self(addresses, q, out, lse, shared)
         if out is None:
-            out = q.new_empty(self.out_shape)
-        results = [out.data_ptr()]
-        if self.lse_shape is not None:
+            out = device.empty(*self.out)
+            addresses.append(out.data_ptr())
+        if self.lse is not None:
             if lse is None:
-                lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-            results.append(lse.data_ptr())
+                lse = device.empty(*self.lse)
+            addresses.append(lse.data_ptr())
         stream, hooked, place = device.stream_of(gpu), is_hooked(), NOWHERE
         for launch in self.launches:
             parts: list[int] = []
@@ -91,10 +94,10 @@ class Repeats:
                 parts.append(take_counters(place, q, launch.counters, shared=shared).data_ptr())
             attention, merge = launch.attention, launch.merge
             run = attention.run_hooked if hooked else attention.run
-            run(stream, *addresses, *results, *parts)
+            run(stream, *addresses, *parts)
             if merge is not None:
                 run = merge.run_hooked if hooked else merge.run
-                run(stream, *parts, *results)
+                run(stream, *parts, *addresses[-1 if lse is None else -2 :])
         return out if lse is None else (out, lse)
 
 
@@ -112,27 +115,30 @@ def run(call: Call, problem: Problem) -> tuple[Result, Repeats | None]:
     """Run a validated call; also what others of its kind can repeat, None if they cannot."""
     q = call.q
     total_q, heads, _ = q.shape
-    shape, lse_shape = (total_q, heads, problem.head_dim_v), (heads, total_q)
     out = call.out
     if out is None:
-        out = q.new_empty(shape)
+        out = q.new_empty((total_q, heads, problem.head_dim_v))
     lse = call.lse
     if lse is None and call.return_lse:
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        lse = q.new_empty((heads, total_q), dtype=torch.float32)
     result: Result = out if lse is None else (out, lse)
     given = [getattr(call, name) for name in _INPUTS]
     inputs = tuple(x for x in given if isinstance(x, torch.Tensor))
     # A configuration that is forced, to measure it, is for all sequences.
     key = (*_alignment(call, problem), forced())
-    gpu = device.describe(q.device)
-    parts = (Kind(problem),) if key[-1] is not None else kinds(problem, gpu)
+    parts: tuple[Kind, ...] = (Kind(problem),)
+    if key[-1] is None:
+        parts = kinds(problem, device.describe(q.device))
     made = [_launch(call, problem, kind, key, inputs, out, lse) for kind in parts]
     launches = [launch for launch in made if launch is not None]
     if len(launches) < len(made):
         return result, None
-    return result, Repeats(
-        launches[0].attention.gpu, shape, None if lse is None else lse_shape, launches
-    )
+    gpu = launches[0].attention.gpu
+    return result, Repeats(gpu, _made(out), None if lse is None else _made(lse), launches)
+
+
+def _made(result: torch.Tensor) -> _Made:
+    return tuple(result.shape), result.stride(), result.dtype
 
 
 def _launch(
