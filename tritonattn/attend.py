@@ -144,8 +144,8 @@ def _attend(
 def _alike(tensors: list[_Tensor]) -> Callable[..., bool]:
     """A quick way to tell other tensors that have the facts of these, if there is one.
 
-    It is how torch.compile guards its programs' inputs, in a fifth of the time that looking at facts
-    one by one takes.  It keeps no tensor, and where two are one it would always say no.
+    It is how torch.compile guards its programs' inputs, and takes a fifth of the time that looking
+    at facts one by one takes.  It keeps no tensor, and where two are one it would always say no.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None or len({id(x) for x in tensors}) < len(tensors):
