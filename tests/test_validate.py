@@ -373,3 +373,30 @@ def test_attend_repeats_a_decode_loop_that_grows(device: torch.device) -> None:
         call.max_seqlen_k = length
         problems.append(attend(call))
     assert sum(problem is not REPEATED for problem in problems) == 10
+
+
+def test_attend_repeats_calls_that_take_turns(device: torch.device) -> None:
+    calls = [good(PAGED, device, block_table=axis(1, columns)) for columns in (3, 4, 5)]
+    assert all(attend(call) is not REPEATED for call in calls)
+    assert all(attend(call) is REPEATED for _ in range(3) for call in calls)
+
+
+@pytest.mark.parametrize("has_guards", [True, False])
+def test_attend_looks_at_both_of_two_arguments_that_were_one_tensor(
+    has_guards: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_guards:
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    call = good(VARLEN, device)
+    one = call.cu_seqlens_k = call.cu_seqlens_q
+    attend(call)
+    assert attend(call) is REPEATED
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        setattr(call, name, one.clone())
+        assert attend(call) is REPEATED  # as it is like the one that passed
+        for wrong in (one[:-1], one.long(), torch.empty(2 * len(one), dtype=i32)[::2]):
+            setattr(call, name, wrong)
+            with pytest.raises((TYPE, VALUE), match=f"^{VARLEN}: cu_seqlens_"):
+                attend(call)
+        setattr(call, name, one)
+        assert attend(call) is REPEATED
