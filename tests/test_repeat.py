@@ -205,6 +205,28 @@ def test_repeat_does_not_trust_a_launcher_that_changes_arguments(
     assert len(binary.ordinary) == 1
 
 
+class Otherwise:
+    """What launchers may be one day: not called as today's, or without a function to look into."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("make", [Otherwise, lambda source: None, lambda *_: len, None])
+def test_repeat_takes_the_usual_launcher_of_a_triton_that_it_does_not_know(
+    make: Any, made: list[Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.runtime.driver.active, "launcher_cls", make)
+    args, _ = arguments()
+    binary = Binary()
+    repeat_of(binary, args)(100, 200, 300)
+    assert len(binary.ordinary) == 1
+    assert made == []
+
+
 def test_repeat_is_launched_on_its_own_gpu(
     made: list[Launcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,10 @@ class Repeat:
         binary, grid, args, types, constants, self.gpu = launched
         everything = (*args, *constants)
         self.addresses, self.run_hooked = _composed(binary[(grid, 1, 1)], everything)
-        handed = _in_a_row(binary, grid, args, types)
+        try:
+            handed = _in_a_row(binary, grid, args, types)
+        except (AttributeError, ImportError, TypeError):
+            handed = None  # a Triton whose launchers are made in another way
         if handed is not None:
             addresses, self.run = _composed(*handed)
         if handed is None or addresses != self.addresses:
@@ -96,6 +99,8 @@ def _in_a_row(
 ) -> tuple[Callable[..., None], tuple] | None:
     """The C function that launches, and what it is given, the tensors among it as themselves.
 
+    Launchers put the same around the arguments at each launch, in an order of each Triton's own: so
+    one is asked once, with something in place of that function which takes down what it is given.
     None where that is not known: on other drivers than NVIDIA's, for kernels that want memory of
     their own at each launch, and for boxes that the GPU does not copy by itself.
     """
@@ -133,7 +138,7 @@ def _in_a_row(
     parameters = [arg for _, arg in row]
     handles = binary.function, binary.packed_metadata
     asked(grid, 1, 1, _STREAM, *handles, None, None, None, *parameters)
-    return launcher.launch, handed[0]
+    return (launcher.launch, handed[0]) if handed else None
 
 
 _launchers: dict[Any, Any] = {}  # by binary
@@ -152,7 +157,7 @@ def _map(box: Box, how: dict[str, Any]) -> _Map:
     """A map says nothing but what follows: it holds for whatever tensor is at the address."""
     from triton.backends.nvidia import driver
 
-    # Of Triton 3.8 on, what is launched is a third argument, which is not looked at.
+    # Newer Tritons have a third argument, what else is launched, and do not look at it.
     more = ((),) * (driver.make_tensordesc_arg.__code__.co_argcount - 2)
 
     @functools.lru_cache(_MOST_MAPS)
