@@ -225,6 +225,29 @@ def test_paged_attention_copies_a_strided_query_scale_at_every_call(log: list[tu
 
 
 @torch.no_grad()
+def test_repeat_in_a_capture_takes_memory_of_its_own(
+    log: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's replays run beside eager calls of the stream that it was captured from."""
+    places: list[scratch.Place] = []
+
+    def take(place: scratch.Place, *_: object, **__: object) -> torch.Tensor:
+        places.append(place)
+        return torch.empty(1 << 20)
+
+    args = decode()
+    tritonattn.paged_attention(*args, num_splits=3)
+    monkeypatch.setattr(launch, "take", take)
+    for is_capturing in (False, True, True, False):
+        monkeypatch.setattr(devices, "is_capturing", lambda now=is_capturing: now)
+        tritonattn.paged_attention(*args, num_splits=3)
+    assert [how for how, *_ in log] == ["first"] * 2 + ["again"] * 8
+    assert [place.is_captured for place in places] == [False, True, True, False]
+    assert places[0] is places[3]
+    assert len(set(places)) == 3
+
+
+@torch.no_grad()
 def test_repeats_keep_no_tensor_alive(log: list[tuple]) -> None:
     args = decode()
     kept = weakref.ref(args[1])

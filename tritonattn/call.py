@@ -44,7 +44,7 @@ class Call:
     out: torch.Tensor | None = None
     num_splits: int = 0
     batch_invariant: bool = False
-    # Not arguments.
-    # Whether an operator runs the call, in a compiled program; with return_lse it brings ``lse``.
+    # No arguments: whether an operator runs the call, in a compiled program, which with return_lse
+    # brings ``lse``.
     is_operator: bool = False
     lse: torch.Tensor | None = None
