@@ -23,10 +23,11 @@ from .tuning.store import forced
 from .validate import refuse_grad, rounded, validate
 
 if TYPE_CHECKING:
-    from .launch import Repeats
+    from .launch import Again
 
 
 _Tensor = torch.Tensor
+_address = torch.Tensor.data_ptr  # of tensors, and of nothing that passes for one
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -36,7 +37,7 @@ class _Known(NamedTuple):
     is_like: Callable[..., bool]  # whether tensors have the same facts
     wants_grad: bool  # whether any of those that are alike requires grad
     problem: Problem
-    repeats: Repeats | None  # None: each has to be prepared anew
+    again: Again | None  # what launches them; None: each has to be prepared anew
 
 
 _known: dict[tuple, _Known] = {}  # by facts; cleared when full
@@ -75,7 +76,7 @@ def attend(
             q, k, v, k_cache, v_cache, k_scale, v_scale, block_table, block_indptr, cu_seqlens_q,
             cu_seqlens_k, context_lens, seq_lens, query_scale, alibi_slopes, sinks, tree_mask, out,
         ) if x is not None]
-        addresses = [x.data_ptr() for x in tensors]
+        addresses = [*map(_address, tensors)]
         # Whether the rows that are read, and those of out, start on 16 bytes.
         starts = addresses[0] | addresses[1] | addresses[2]
         if function == "prefix_attention":
@@ -100,7 +101,7 @@ def attend(
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
         facts = known = None  # not all is what it should be, and the rules say what is not
     # fmt: on
-    if known is None or known.repeats is None or settings.CHECK:
+    if known is None or known.again is None or settings.CHECK:
         call = Call(function, *given)
         call.is_operator, call.lse = is_operator, lse
         return _attend(call, known, facts, tensors)
@@ -111,7 +112,7 @@ def attend(
         refuse_grad(Call(function, *given))
     if facts is not None:
         _recent[options] = known
-    return known.repeats(addresses, q, out, lse, not is_operator)
+    return known.again(addresses, q, out, lse, not is_operator)
 
 
 def forget() -> None:
@@ -131,12 +132,12 @@ def _attend(
         refuse_grad(call)
     if settings.CHECK:
         check_values(call, problem)
-    result, repeats = _launcher()(call, problem)
+    result, again = _launcher()(call, problem)
     if known is None and facts is not None:
         if len(_known) >= _MOST_KNOWN:
             forget()
         wants_grad = True in [x.requires_grad for x in tensors]
-        known = _Known(_alike(tensors), wants_grad, problem, repeats)
+        known = _Known(_alike(tensors), wants_grad, problem, again)
         _known[facts] = _recent[facts[0]] = known
     return result
 
@@ -172,7 +173,7 @@ def _never(*_: _Tensor) -> bool:
 
 
 @functools.cache
-def _launcher() -> Callable[[Call, Problem], tuple[Result, Repeats | None]]:
+def _launcher() -> Callable[[Call, Problem], tuple[Result, Again | None]]:
     """Found at the first call, so that importing the package neither imports triton nor asks for a
     GPU."""
     from .launch import run

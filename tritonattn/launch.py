@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -61,7 +62,7 @@ class Repeats:
     lse: _Made | None
     launches: list[Launch]  # one for each kind of sequences
 
-    def __call__(
+    def again(
         self,
         addresses: list[int],
         q: torch.Tensor,
@@ -74,7 +75,7 @@ class Repeats:
         gpu = self.gpu
         if gpu != device.current():
             with torch.cuda.device(gpu):
-                return self(addresses, q, out, lse, shared)
+                return self.again(addresses, q, out, lse, shared)
         if out is None:
             out = device.empty(*self.out)
             addresses.append(out.data_ptr())
@@ -101,6 +102,9 @@ class Repeats:
         return out if lse is None else (out, lse)
 
 
+# ``Repeats.again``
+Again = Callable[[list[int], torch.Tensor, torch.Tensor | None, torch.Tensor | None, bool], Result]
+
 _ready: dict[tuple, Ready] = {}
 _READY_LIMIT = 4096
 
@@ -111,8 +115,8 @@ def forget() -> None:
     attend.forget()
 
 
-def run(call: Call, problem: Problem) -> tuple[Result, Repeats | None]:
-    """Run a validated call; also what others of its kind can repeat, None if they cannot."""
+def run(call: Call, problem: Problem) -> tuple[Result, Again | None]:
+    """Run a validated call; also what runs others of its kind, None if nothing does."""
     q = call.q
     total_q, heads, _ = q.shape
     out = call.out
@@ -134,7 +138,7 @@ def run(call: Call, problem: Problem) -> tuple[Result, Repeats | None]:
     if len(launches) < len(made):
         return result, None
     gpu = launches[0].attention.gpu
-    return result, Repeats(gpu, _made(out), None if lse is None else _made(lse), launches)
+    return result, Repeats(gpu, _made(out), None if lse is None else _made(lse), launches).again
 
 
 def _made(result: torch.Tensor) -> _Made:
