@@ -69,8 +69,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     monkeypatch.setattr(launch, "take_counters", lambda _, __, numel, **___: counters[:numel])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    driver = SimpleNamespace(get_current_stream=lambda _: 7)
-    with mock.patch.object(triton.runtime, "driver", SimpleNamespace(active=driver)):
+    monkeypatch.setattr(devices, "current", lambda: 0)
+    monkeypatch.setattr(devices, "empty", lambda *how: torch.empty_strided(*how[:2], dtype=how[2]))
+    monkeypatch.setattr(devices, "stream_of", lambda _: 7)
+    monkeypatch.setattr(devices, "is_capturing", lambda: False)
+    with mock.patch.object(triton.runtime, "driver", SimpleNamespace(active=None)):
         forget()
         yield launches
         forget()
@@ -222,6 +225,29 @@ def test_paged_attention_copies_a_strided_query_scale_at_every_call(log: list[tu
 
 
 @torch.no_grad()
+def test_repeat_in_a_capture_takes_memory_of_its_own(
+    log: list[tuple], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's replays run beside eager calls of the stream that it was captured from."""
+    places: list[scratch.Place] = []
+
+    def take(place: scratch.Place, *_: object, **__: object) -> torch.Tensor:
+        places.append(place)
+        return torch.empty(1 << 20)
+
+    args = decode()
+    tritonattn.paged_attention(*args, num_splits=3)
+    monkeypatch.setattr(launch, "take", take)
+    for is_capturing in (False, True, True, False):
+        monkeypatch.setattr(devices, "is_capturing", lambda now=is_capturing: now)
+        tritonattn.paged_attention(*args, num_splits=3)
+    assert [how for how, *_ in log] == ["first"] * 2 + ["again"] * 8
+    assert [place.is_captured for place in places] == [False, True, True, False]
+    assert places[0] is places[3]
+    assert len(set(places)) == 3
+
+
+@torch.no_grad()
 def test_repeats_keep_no_tensor_alive(log: list[tuple]) -> None:
     args = decode()
     kept = weakref.ref(args[1])
@@ -278,10 +304,9 @@ class Rows:
 def stream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The current stream and whether it is being captured."""
     now = SimpleNamespace(stream=1, capturing=False)
-    driver = SimpleNamespace(get_current_stream=lambda _: now.stream)
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
-    monkeypatch.setattr(scratch, "_buffers", {})
+    monkeypatch.setattr(devices, "stream_of", lambda _: now.stream)
+    monkeypatch.setattr(devices, "is_capturing", lambda: now.capturing)
+    monkeypatch.setattr(scratch, "_places", {})
     return now
 
 
@@ -321,7 +346,7 @@ def test_scratch_of_a_compiled_program_is_its_own(stream: SimpleNamespace) -> No
 def test_scratch_keeps_nothing_large(stream: SimpleNamespace) -> None:
     large = scratch._LIMIT + 1
     assert take(Rows(0), large) is not take(Rows(0), large)
-    assert scratch._buffers == {}
+    assert [place.buffer for place in scratch._places.values()] == [None]
 
 
 def test_binaries_are_left_to_the_process_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,7 @@ def test_compiled_program_runs_the_whole_eager_way_each_time(device) -> None:
     program, counter = compiled(paged_attention)
     for lengths in ((5, 9), (1, 0), (-3, 4)):
         lens.copy_(torch.tensor(lengths))
+        way.forget()
         with mock.patch.object(way, "validate", wraps=way.validate) as validated:
             result = program(q, *cache, lens, **options)
         assert validated.call_count == 1

@@ -34,18 +34,32 @@ from calls import (
 )
 
 import tritonattn.device
-from tritonattn import validate as validation
+from tritonattn import attend as attending
+from tritonattn.call import Call
 from tritonattn.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from tritonattn.validate import validate
 
 TYPE, VALUE = ArgumentTypeError, ArgumentValueError
 
 
+REPEATED = object()
+
+
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    validation._seen.clear()
+def _known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is launched, and whatever passed once is repeated."""
+    monkeypatch.setattr(
+        attending, "_launcher", lambda: lambda call, problem: (problem, lambda *_, **__: REPEATED)
+    )
+    attending.forget()
     yield
-    validation._seen.clear()
+    attending.forget()
+
+
+def attend(call: Call) -> Any:
+    """The public function: the call's problem, or ``REPEATED`` where that was not asked for."""
+    names = [name for name in Call.__slots__ if name not in ("function", "is_operator", "lse")]
+    return attending.attend(call.function, *(getattr(call, name) for name in names))
 
 
 # Functions, changes to a good call, error, then what the message says: argument, rule, got, fix.
@@ -221,9 +235,10 @@ def test_validate_refuses_bad_calls(
     fix: str,
     device: torch.device,
 ) -> None:
-    validate(good(function, device))  # a call remembered must not let another pass
+    attend(good(function, device))
+    assert attend(good(function, device)) is REPEATED  # which must not let another pass
     with pytest.raises(error) as caught:
-        validate(good(function, device, **changes))
+        attend(good(function, device, **changes))
     message = str(caught.value)
     asked, _, rest = message.partition("; got ")
     assert asked.startswith(f"{function}: {argument} ")
@@ -248,6 +263,12 @@ def test_validate_refuses_bad_calls(
         ("return_lse", False, 0),
         ("max_seqlen_q", 1, True),
         ("max_seqlen_k", 1, 1.0),
+        ("max_seqlen_q", 1, -1),
+        ("max_seqlen_k", 0, False),
+        ("window_size", (1, 0), (1.0, 0)),
+        ("window_size", (1, 0), range(1, -1, -1)),
+        ("window_size", None, ()),
+        ("window_size", (1, 0), torch.tensor([1, 0])),
         ("k_scale", 1.0, math.nan),
         ("v_scale", 1.0, True),
     ],
@@ -255,9 +276,11 @@ def test_validate_refuses_bad_calls(
 def test_validate_refuses_a_scalar_that_equals_one_that_passed(
     function: str, name: str, fine: Any, wrong: Any, device: torch.device
 ) -> None:
-    validate(good(function, device, **{name: fine}))
+    for _ in range(2):
+        known = attend(good(function, device, **{name: fine}))
+    assert known is REPEATED
     with pytest.raises((TYPE, VALUE), match=f"^{function}: {name} "):
-        validate(good(function, device, **{name: wrong}))
+        attend(good(function, device, **{name: wrong}))
 
 
 GRADS = [
@@ -279,14 +302,17 @@ def test_validate_refuses_grad_only_while_grad_mode_is_on(
     }  # fmt: skip
     if name in optional:
         setattr(call, name, optional[name](call, None))
-    problem = validate(call)
+    problem = attend(call)
     getattr(call, name).requires_grad_()
-    with torch.no_grad():
-        assert validate(call) == problem
-    with torch.inference_mode():
-        assert validate(call) == problem
-    with pytest.raises(VALUE) as caught:
-        validate(call)
+    for is_known in (True, False):
+        if not is_known:
+            attending.forget()
+        with torch.no_grad():
+            assert attend(call) in (problem, REPEATED)
+        with torch.inference_mode():
+            assert attend(call) is REPEATED
+        with pytest.raises(VALUE) as caught:
+            attend(call)
     message = str(caught.value)
     assert message.startswith(f"{function}: {name} must not require grad while grad mode is on")
     assert "requires_grad=True" in message
@@ -301,7 +327,7 @@ def test_validate_refuses_bfloat16_where_the_gpu_has_none(
     turing = tritonattn.device.target(75, name="Tesla T4")
     monkeypatch.setattr(tritonattn.device, "describe", lambda _: turing)
     call = good(function, device)
-    validate(call)
+    attend(call)
     if name == "out":
         call.out = call.q.new_empty(call.q.shape[0], 4, 24, dtype=bf16)
     else:
@@ -309,7 +335,7 @@ def test_validate_refuses_bfloat16_where_the_gpu_has_none(
             value = getattr(call, tensor)
             setattr(call, tensor, None if value is None else value.to(bf16))
     with pytest.raises(UnsupportedError) as caught:
-        validate(call)
+        attend(call)
     assert str(caught.value) == (
         f"{function}: {name} may be bfloat16 only on a GPU of sm_80 or later; got bfloat16 on "
         f"Tesla T4 (sm_75). Pass {name}.half(): float16 and float32 work here."
@@ -325,3 +351,52 @@ def test_validate_refuses_cpu_tensors_where_there_is_a_gpu(
     monkeypatch.setattr(tritonattn.device, "describe", tritonattn.device.describe.__wrapped__)
     with pytest.raises(UnsupportedError, match=r"on the CPU.*\.cuda\(\).*TRITON_INTERPRET=1"):
         validate(good(function))
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_attend_remembers_a_bounded_number_of_calls(
+    function: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attending, "_MOST_KNOWN", 4)
+    call = good(function, device)
+    for splits in range(20):
+        call.num_splits = splits
+        assert attend(call) is not REPEATED
+        assert attend(call) is REPEATED
+        assert len(attending._known) <= 4
+
+
+def test_attend_repeats_a_decode_loop_that_grows(device: torch.device) -> None:
+    call = good(PAGED, device, block_table=axis(1, 100))
+    problems = []
+    for length in range(1, 513):
+        call.max_seqlen_k = length
+        problems.append(attend(call))
+    assert sum(problem is not REPEATED for problem in problems) == 10
+
+
+def test_attend_repeats_calls_that_take_turns(device: torch.device) -> None:
+    calls = [good(PAGED, device, block_table=axis(1, columns)) for columns in (3, 4, 5)]
+    assert all(attend(call) is not REPEATED for call in calls)
+    assert all(attend(call) is REPEATED for _ in range(3) for call in calls)
+
+
+@pytest.mark.parametrize("has_guards", [True, False])
+def test_attend_looks_at_both_of_two_arguments_that_were_one_tensor(
+    has_guards: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_guards:
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    call = good(VARLEN, device)
+    one = call.cu_seqlens_k = call.cu_seqlens_q
+    attend(call)
+    assert attend(call) is REPEATED
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        setattr(call, name, one.clone())
+        assert attend(call) is REPEATED  # as it is like the one that passed
+        for wrong in (one[:-1], one.long(), torch.empty(2 * len(one), dtype=i32)[::2]):
+            setattr(call, name, wrong)
+            with pytest.raises((TYPE, VALUE), match=f"^{VARLEN}: cu_seqlens_"):
+                attend(call)
+        setattr(call, name, one)
+        assert attend(call) is REPEATED

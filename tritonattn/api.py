@@ -1,7 +1,8 @@
 """The public attention functions.
 
-Each fills a Call, and every Call goes one way: validate, plan, configure, launch.  The options,
-their defaults and what they mean are the same for all three; ``varlen_attention`` describes them.
+Each gives ``attend`` the fields of a Call, in their order, and every call goes one way from there:
+validate, plan, configure, launch.  The options, their defaults and what they mean are the same for
+all three; ``varlen_attention`` describes them.
 
 Names: B sequences, ``total_q`` query rows of all of them packed one after another, Hq query heads,
 Hkv KV heads (Hq a multiple of Hkv: query head h reads KV head ``h // (Hq // Hkv)``), D dims a head
@@ -13,10 +14,7 @@ from __future__ import annotations
 import torch
 
 from .attend import attend
-from .call import Call, Result, Scale
-from .tracing import is_traced
-
-Window = tuple[int | None, int | None]
+from .call import Result, Scale, Window
 
 
 def varlen_attention(
@@ -114,16 +112,13 @@ def varlen_attention(
     >>> torch.allclose(out[0, 0], v[0, 0])  # the first query of the first sequence sees one key
     True
     """
-    call = Call(
-        "varlen_attention", q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-        chunk_size=chunk_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        query_scale=query_scale, tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale,
-        return_lse=return_lse, out=out, num_splits=num_splits,
-        batch_invariant=batch_invariant,
+    return attend(
+        "varlen_attention",
+        q, k, v, None, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None,
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, chunk_size,
+        softcap, alibi_slopes, sinks, query_scale, tree_mask, k_scale, v_scale, return_lse, out,
+        num_splits, batch_invariant,
     )  # fmt: skip
-    return _attend(call)
 
 
 def prefix_attention(
@@ -195,17 +190,13 @@ def prefix_attention(
     >>> out.shape
     torch.Size([3, 4, 64])
     """
-    call = Call(
-        "prefix_attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache,
-        block_table=block_table, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens,
-        block_indptr=block_indptr, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-        chunk_size=chunk_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        query_scale=query_scale, tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale,
-        return_lse=return_lse, out=out, num_splits=num_splits,
-        batch_invariant=batch_invariant,
+    return attend(
+        "prefix_attention",
+        q, k, v, k_cache, v_cache, block_table, block_indptr, cu_seqlens_q, None, context_lens,
+        None, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, chunk_size,
+        softcap, alibi_slopes, sinks, query_scale, tree_mask, k_scale, v_scale, return_lse, out,
+        num_splits, batch_invariant,
     )  # fmt: skip
-    return _attend(call)
 
 
 def paged_attention(
@@ -263,21 +254,10 @@ def paged_attention(
     >>> torch.allclose(out[1, 3], v_cache[3, 0, 1])  # one key: its value
     True
     """
-    call = Call(
-        "paged_attention", q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
-        seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, block_indptr=block_indptr,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale,
-        causal=causal, window_size=window_size, chunk_size=chunk_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, query_scale=query_scale,
-        tree_mask=tree_mask, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-        out=out, num_splits=num_splits, batch_invariant=batch_invariant,
+    return attend(
+        "paged_attention",
+        q, None, None, k_cache, v_cache, block_table, block_indptr, cu_seqlens_q, None, None,
+        seq_lens, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, chunk_size,
+        softcap, alibi_slopes, sinks, query_scale, tree_mask, k_scale, v_scale, return_lse, out,
+        num_splits, batch_invariant,
     )  # fmt: skip
-    return _attend(call)
-
-
-def _attend(call: Call) -> Result:
-    if is_traced(call.q):
-        from .torch_ops import traced_attention
-
-        return traced_attention(call)
-    return attend(call)

@@ -9,8 +9,7 @@ A kernel's runtime arguments are tensors, numbers, None, named tuples of these, 
 may be named tuples too.  Integers travel as int32, except the fields of named tuples whose names
 start with ``stride``: these are int64.  Kernels are Triton's or Gluon's.
 
-A launch costs the host more than a small kernel costs the GPU, so whoever launches often keeps a
-``Repeat``, which knows all but the tensors' addresses.
+Whoever launches often keeps a ``Repeat`` of what ``launch`` returns.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from triton.compiler import ASTSource
 from .boxes import Box
 from .device import Device
 from .errors import UnsupportedError
+from .repeat import Repeatable
 
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
@@ -55,43 +55,6 @@ class Work(NamedTuple):
 _compiled: dict[tuple, Any] = {}
 
 
-class Repeatable(NamedTuple):
-    """A launch that was made.  It holds its tensors, so it is not for keeping: its Repeat is."""
-
-    binary: Any
-    grid: int
-    args: tuple
-    gpu: int
-
-
-class Repeat:
-    """A launch that was made once: later ones differ in the addresses of its tensors alone.
-
-    ``addresses`` are the first launch's, in the order in which the arguments hold them.
-    """
-
-    def __init__(self, launched: Repeatable) -> None:
-        binary, self._grid, args, self._index = launched
-        self.addresses, self._pack = _packer(args)
-        self._binary = binary
-        self._run, self._handles = binary.run, (binary.function, binary.packed_metadata)
-
-    def __call__(self, *addresses: int) -> None:
-        """Launch again, on the current stream."""
-        index = self._index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self(*addresses)
-            return
-        args = self._pack(*addresses)
-        hooks = triton.knobs.runtime
-        if _is_hooked(hooks.launch_enter_hook) or _is_hooked(hooks.launch_exit_hook):
-            self._binary[(self._grid, 1, 1)](*args)  # for whom Triton gathers what it knows
-            return
-        stream = triton.runtime.driver.active.get_current_stream(index)
-        self._run(self._grid, 1, 1, stream, *self._handles, None, None, None, *args)
-
-
 def launch(
     kernel,
     grid: int,
@@ -118,9 +81,9 @@ def launch(
         if settle is not None:
             binary._init_handles()  # loads it, which tells its registers
             args = settle(args, binary.n_regs, binary.metadata.shared)
-        args = (*args, *constants.values())
+        values = tuple(constants.values())
         try:
-            binary[(grid, 1, 1)](*args)
+            binary[(grid, 1, 1)](*args, *values)
         except triton.OutOfResources as error:
             raise UnsupportedError(
                 f"{kernel.__name__}: needs {error.required} of {error.name} with "
@@ -128,7 +91,7 @@ def launch(
                 f"{error.limit}. "
                 "Use a configuration with smaller tiles or fewer stages."
             ) from error
-        return Repeatable(binary, grid, args, index)
+        return Repeatable(binary, grid, args, _signature(args), values, index)
 
 
 def _find(kernel, index: int, args: tuple, constants, options: Options, device: Device):
@@ -209,40 +172,3 @@ def _type(arg: object, name: str) -> object:
     if isinstance(arg, int):
         return "i64" if name.startswith("stride") else "i32"
     return "fp32"
-
-
-def _is_hooked(hook: Any) -> bool:
-    return bool(getattr(hook, "calls", hook))  # a chain, which may be empty, or a function or None
-
-
-def _packer(args: tuple) -> tuple[list[int], Callable[..., tuple]]:
-    """The tensors' addresses, and a function that builds ``args`` again with others.
-
-    The function is compiled from a display of nested tuples, which Python builds faster than any
-    loop over their parts does.
-    """
-    addresses: list[int] = []
-    constants: dict[str, object] = {}
-
-    def display(arg: object) -> str:
-        if isinstance(arg, torch.Tensor):
-            addresses.append(arg.data_ptr())
-            return f"p{len(addresses)}"
-        if isinstance(arg, Box):
-            addresses.append(arg.data_ptr())
-            constants[name := f"c{len(constants)}"] = arg.at
-            return f"{name}(p{len(addresses)})"
-        if isinstance(arg, tuple) and _holds_tensor(arg):
-            return f"({', '.join(map(display, arg))},)"
-        constants[name := f"c{len(constants)}"] = arg
-        return name
-
-    body = display(args)
-    names = ", ".join(f"p{i + 1}" for i in range(len(addresses)))
-    return addresses, eval(f"lambda {names}: {body}", constants)
-
-
-def _holds_tensor(arg: object) -> bool:
-    if isinstance(arg, tuple):
-        return any(map(_holds_tensor, arg))
-    return isinstance(arg, torch.Tensor | Box)

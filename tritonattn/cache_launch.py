@@ -55,7 +55,9 @@ def write(
         write_kernel, grid, args, constants, binaries.Options(), device, k.device
     )
     if launched is not None and repeats is not None:
-        repeats[starts_aligned] = binaries.Repeat(launched)
+        from .repeat import Repeat
+
+        repeats[starts_aligned] = Repeat(launched)
 
 
 def gather(

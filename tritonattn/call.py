@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 Scale = float | torch.Tensor | None
+Window = tuple[int | None, int | None]
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,9 +44,7 @@ class Call:
     out: torch.Tensor | None = None
     num_splits: int = 0
     batch_invariant: bool = False
-    # Not arguments.  Launches of the calls that are like this one in all but addresses, shared by
-    # these; None: ``validate`` could not tell which they are.
-    repeats: dict[tuple, Any] | None = field(default=None, repr=False, compare=False)
-    # Whether an operator runs the call, in a compiled program; with return_lse it brings ``lse``.
+    # No arguments: whether an operator runs the call, in a compiled program, which with return_lse
+    # brings ``lse``.
     is_operator: bool = False
     lse: torch.Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,22 @@ class Device:
         arch = f"sm_{self.arch}" if self.backend == "cuda" else self.arch
         return f"{self.name} ({arch})"
 
+
+# What every call on a GPU asks.  torch.cuda's own functions first make sure that CUDA has started,
+# as it has where a tensor is on a GPU; the last is what programs compiled by torch allocate with.
+_ask = torch._C
+current: Callable[[], int] = getattr(_ask, "_cuda_getDevice", torch.cuda.current_device)
+stream_of: Callable[[int], int] = getattr(
+    _ask, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+is_capturing: Callable[[], bool] = getattr(
+    _ask, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = getattr(
+    _ask._dynamo.guards if torch.version.cuda else None,
+    "_empty_strided_cuda",
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)
 
 INTERPRETER = Device("interpreter", "cpu", "Triton interpreter", 1, 1 << 30, 1)
 # Of a tensor without memory, for which a program is compiled elsewhere: nothing is held against it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,22 +10,26 @@ from typing import Any
 
 import torch
 
-from . import binaries, device, portable, validate
-from .call import Call
+from . import attend, binaries, device, portable
+from .call import Call, Result
 from .merge import merge_partials
 from .plan import HOPPER, Kind, Plan, kinds, plan
 from .portable import Partial, share_programs
 from .problem import Problem
-from .scratch import place_of, take, take_counters
+from .repeat import Repeat, is_hooked
+from .scratch import NOWHERE, place_at, place_of, take, take_counters
 from .tuning.config import KernelConfig, whole_block
 from .tuning.store import forced, lookup
 
-# What may be a tensor, in the order in which ``arguments`` takes it.
+# What may be a tensor, in the order in which kernels take it, as in ``attend``.
 _INPUTS = (
     "q", "k", "v", "k_cache", "v_cache", "k_scale", "v_scale", "block_table", "block_indptr",
     "cu_seqlens_q", "cu_seqlens_k", "context_lens", "seq_lens", "query_scale", "alibi_slopes",
     "sinks", "tree_mask",
 )  # fmt: skip
+
+
+_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype
 
 
 @dataclass(slots=True)
@@ -43,8 +46,8 @@ class Ready:
 class Launch:
     """A launch that calls repeat which differ in addresses alone."""
 
-    attention: binaries.Repeat
-    merge: binaries.Repeat | None
+    attention: Repeat
+    merge: Repeat | None
     offsets: list[int]  # of the partial results in their scratch, in bytes
     scratch: int  # its size, in float32
     counters: int  # int32 zeros beside it
@@ -54,81 +57,92 @@ class Launch:
 class Repeats:
     """What calls that differ in addresses alone launch."""
 
-    inputs: Callable[[Call], tuple[torch.Tensor, ...]]  # those that are given, in their order
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
+    gpu: int
+    out: _Made
+    lse: _Made | None
     launches: list[Launch]  # one for each kind of sequences
 
+    def again(
+        self,
+        addresses: list[int],
+        q: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        shared: bool,
+    ) -> Result:
+        """Launch for other tensors, which are at ``addresses``, in the order of ``_INPUTS``, and
+        ``out`` if there is one."""
+        gpu = self.gpu
+        if gpu != device.current():
+            with torch.cuda.device(gpu):
+                return self.again(addresses, q, out, lse, shared)
+        if out is None:
+            out = device.empty(*self.out)
+            addresses.append(out.data_ptr())
+        if self.lse is not None:
+            if lse is None:
+                lse = device.empty(*self.lse)
+            addresses.append(lse.data_ptr())
+        stream, hooked, place = device.stream_of(gpu), is_hooked(), NOWHERE
+        for launch in self.launches:
+            parts: list[int] = []
+            if place is NOWHERE and (launch.counters or launch.offsets):
+                place = place_at(gpu, stream)
+            if launch.offsets:
+                start = take(place, q, launch.scratch, shared=shared).data_ptr()
+                parts = [start + offset for offset in launch.offsets]
+            if launch.counters:
+                parts.append(take_counters(place, q, launch.counters, shared=shared).data_ptr())
+            attention, merge = launch.attention, launch.merge
+            run = attention.run_hooked if hooked else attention.run
+            run(stream, *addresses, *parts)
+            if merge is not None:
+                run = merge.run_hooked if hooked else merge.run
+                run(stream, *parts, *addresses[-1 if lse is None else -2 :])
+        return out if lse is None else (out, lse)
+
+
+# ``Repeats.again``
+Again = Callable[[list[int], torch.Tensor, torch.Tensor | None, torch.Tensor | None, bool], Result]
 
 _ready: dict[tuple, Ready] = {}
 _READY_LIMIT = 4096
 
 
-def attend(call: Call, problem: Problem) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run a validated call."""
-    key = (*_alignment(call, problem), forced())
-    repeats = call.repeats.get(key) if call.repeats is not None else None
-    if repeats is None:
-        return _first(call, problem, key)
-    shared = not call.is_operator
-    out = call.out
-    if out is None:
-        out = call.q.new_empty(repeats.out_shape)
-    lse = call.lse
-    if lse is None and call.return_lse:
-        lse = call.q.new_empty(repeats.lse_shape, dtype=torch.float32)
-    addresses = [x.data_ptr() for x in repeats.inputs(call)]
-    results = [out.data_ptr()]
-    if lse is not None:
-        results.append(lse.data_ptr())
-    place = None
-    for launch in repeats.launches:
-        parts: list[int] = []
-        if launch.offsets:
-            place = place_of(call.q)
-            scratch = take(place, call.q, launch.scratch, shared=shared)
-            start = scratch.data_ptr()
-            parts = [start + offset for offset in launch.offsets]
-        if launch.counters:
-            counters = take_counters(
-                place or place_of(call.q), call.q, launch.counters, shared=shared
-            )
-            parts.append(counters.data_ptr())
-        launch.attention(*addresses, *results, *parts)
-        if launch.merge is not None:
-            launch.merge(*parts, *results)
-    return out if lse is None else (out, lse)
-
-
 def forget() -> None:
     """Look everything up again at the next call: for whoever changes tables or configurations."""
     _ready.clear()
-    validate.forget()
+    attend.forget()
 
 
-def _first(
-    call: Call, problem: Problem, key: tuple
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run a call, and keep what others of its kind can repeat under ``key``."""
+def run(call: Call, problem: Problem) -> tuple[Result, Again | None]:
+    """Run a validated call; also what runs others of its kind, None if nothing does."""
     q = call.q
     total_q, heads, _ = q.shape
-    shape, lse_shape = (total_q, heads, problem.head_dim_v), (heads, total_q)
     out = call.out
     if out is None:
-        out = q.new_empty(shape)
+        out = q.new_empty((total_q, heads, problem.head_dim_v))
     lse = call.lse
     if lse is None and call.return_lse:
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
-    names = [name for name in _INPUTS if isinstance(getattr(call, name), torch.Tensor)]
-    inputs = operator.attrgetter(*names)
+        lse = q.new_empty((heads, total_q), dtype=torch.float32)
+    result: Result = out if lse is None else (out, lse)
+    given = [getattr(call, name) for name in _INPUTS]
+    inputs = tuple(x for x in given if isinstance(x, torch.Tensor))
     # A configuration that is forced, to measure it, is for all sequences.
-    gpu = device.describe(q.device)
-    parts = (Kind(problem),) if key[-1] is not None else kinds(problem, gpu)
-    made = [_launch(call, problem, kind, key, inputs(call), out, lse) for kind in parts]
+    key = (*_alignment(call, problem), forced())
+    parts: tuple[Kind, ...] = (Kind(problem),)
+    if key[-1] is None:
+        parts = kinds(problem, device.describe(q.device))
+    made = [_launch(call, problem, kind, key, inputs, out, lse) for kind in parts]
     launches = [launch for launch in made if launch is not None]
-    if call.repeats is not None and len(launches) == len(made):
-        call.repeats[key] = Repeats(inputs, shape, lse_shape, launches)
-    return out if lse is None else (out, lse)
+    if len(launches) < len(made):
+        return result, None
+    gpu = launches[0].attention.gpu
+    return result, Repeats(gpu, _made(out), None if lse is None else _made(lse), launches).again
+
+
+def _made(result: torch.Tensor) -> _Made:
+    return tuple(result.shape), result.stride(), result.dtype
 
 
 def _launch(
@@ -160,7 +174,7 @@ def _launch(
         merge = merge_partials(partial.out, partial.lse, out, lse, ready.gpu, partial.counts)
     if attention is None:
         return None
-    repeat = binaries.Repeat(attention)
+    repeat = Repeat(attention)
     given = [x.data_ptr() for x in (*inputs, out, lse, *(partial or ())) if x is not None]
     if repeat.addresses != given:  # an argument had to be copied into another layout
         return None
@@ -168,7 +182,7 @@ def _launch(
     has_counters = ready.plan.cut == "shares" or (kept and config.kernel == HOPPER)
     counters = kept.pop().numel() if has_counters else 0
     return Launch(
-        repeat, None if merge is None else binaries.Repeat(merge),
+        repeat, None if merge is None else Repeat(merge),
         [x.data_ptr() - kept[0].data_ptr() for x in kept], sum(x.numel() for x in kept), counters,
     )  # fmt: skip
 

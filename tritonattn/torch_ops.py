@@ -28,6 +28,7 @@ tritonattn::swap_blocks(Tensor source, Tensor(a!) destination, Tensor block_mapp
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -221,6 +222,9 @@ def _define(
     torch.library.register_fake(f"tritonattn::{name}", fake, lib=_LIBRARY)
 
 
+_arguments = operator.attrgetter(*list(Call.__dataclass_fields__)[:-2])
+
+
 def _define_attention(function: Callable[..., Any]) -> None:
     written = [("out", _KINDS["torch.Tensor"]), ("lse", _KINDS["torch.Tensor | None"])]
     arguments = [(n, kind) for n, kind in _signature(function) if n != "out"] + written
@@ -231,7 +235,8 @@ def _define_attention(function: Callable[..., Any]) -> None:
         return Call(function.__name__, is_operator=True, **given)
 
     def run(*values: Any) -> None:
-        attend(call(values))
+        given = call(values)
+        attend(*_arguments(given), is_operator=True, lse=given.lse)
 
     def check(*values: Any) -> None:
         validate.check(call(values))

@@ -1,8 +1,7 @@
 """Tensors to a Problem, or an error that says what to pass instead.
 
 No value on a device is read, so nothing here waits for one: the rules look at shapes, strides,
-dtypes, devices and Python scalars.  A serving loop repeats its calls with the same facts; those
-that passed once are remembered, so that a decode step pays for one look-up in a dictionary.
+dtypes, devices and Python scalars.
 """
 
 from __future__ import annotations
@@ -16,78 +15,28 @@ from .problem import MaskSpec, Problem
 
 MAX_SPLITS = 256
 
-# Calls that passed, by all that they are but addresses and contents: the Problem, and the launches
-# that such calls share.  Cleared when full.
-_seen: dict[tuple[object, ...], tuple[Problem, dict]] = {}
-_SEEN_LIMIT = 4096
-
 _DIFFERENTIABLE = (
     "q", "k", "v", "k_cache", "v_cache", "alibi_slopes", "sinks", "query_scale", "k_scale",
     "v_scale", "out",
 )  # fmt: skip
 _Tensor = torch.Tensor
-_grad_enabled = torch.is_grad_enabled
 
 
 def validate(call: Call) -> Problem:
     """The call's Problem; raises for the first rule that the call breaks."""
-    # Scalars are looked at in every call, as a remembered one cannot vouch for them: True == 1.0.
     left, right = scalars(call)
-    bound_q, bound_k = call.max_seqlen_q, call.max_seqlen_k
-    k_scale, v_scale = call.k_scale, call.v_scale
-    k_number = v_number = None
-    if not isinstance(k_scale, _Tensor):
-        k_scale, k_number = None, k_scale
-    if not isinstance(v_scale, _Tensor):
-        v_scale, v_number = None, v_scale
-    # The bounds only steer a choice, and the longest sequence grows by one a step: rounding up
-    # keeps a decode loop on one Problem.
-    if bound_q is not None:
-        bound_q = 1 << (bound_q - 1).bit_length() if bound_q > 1 else 1
-    if bound_k is not None:
-        bound_k = 1 << (bound_k - 1).bit_length() if bound_k > 1 else 1
-
-    key = seen = None
-    wants_grad = False
-    try:
-        facts = [
-            call.function, call.causal, left, right, call.chunk_size, call.softcap,
-            call.softmax_scale, k_number, v_number, call.batch_invariant, call.num_splits,
-            bound_q, bound_k, call.return_lse,
-        ]  # fmt: skip
-        for x in (
-            call.q, call.k, call.v, call.k_cache, call.v_cache, call.block_table,
-            call.block_indptr, call.cu_seqlens_q, call.cu_seqlens_k, call.context_lens,
-            call.seq_lens, call.alibi_slopes, call.sinks, call.query_scale, call.tree_mask,
-            call.out, k_scale, v_scale,
-        ):  # fmt: skip
-            if x is None:
-                facts.append(None)
-            else:
-                facts += (x.shape, x.stride(), x.dtype, x.device)
-                wants_grad |= x.requires_grad
-        known = tuple(facts)
-        seen = _seen.get(known)
-        key = known
-    except (AttributeError, TypeError, RuntimeError):
-        wants_grad = True  # perhaps: not all are plain tensors, and the rules say which is not
-    if seen is None:
-        limits = left is not None, right is not None
-        seen = _problem(call, call_rules.check(call), *limits, bound_q, bound_k), {}
-        if key is not None:
-            if len(_seen) >= _SEEN_LIMIT:
-                _seen.clear()
-            _seen[key] = seen
-    if wants_grad and _grad_enabled():
-        _refuse_grad(call)
-    problem, repeats = seen
-    call.repeats = repeats if key is not None else None
-    return problem
+    sizes = call_rules.check(call)
+    refuse_grad(call)
+    return _problem(call, sizes, left is not None, right is not None)
 
 
-def forget() -> None:
-    """Check every call anew, and launch it as if it were the first of its kind."""
-    _seen.clear()
+def rounded(bound: int) -> int:
+    """A bound up to the next power of two.
+
+    It only steers a choice, and the longest sequence grows by one a step: so a decode loop has one
+    Problem for long.  No bound that the rules refuse becomes one that they take.
+    """
+    return 1 << (bound - 1).bit_length() if bound > 1 else bound
 
 
 def check(call: Call) -> None:
@@ -98,8 +47,7 @@ def check(call: Call) -> None:
     """
     scalars(call)
     call_rules.check(call)
-    if _grad_enabled():
-        _refuse_grad(call)
+    refuse_grad(call)
 
 
 def scalars(call: Call) -> tuple[int | None, int | None]:
@@ -155,22 +103,19 @@ def _window(f: str, window: object) -> tuple[int | None, int | None]:
     return None if left == -1 else left, None if right == -1 else right
 
 
-def _refuse_grad(call: Call) -> None:
+def refuse_grad(call: Call) -> None:
+    if not torch.is_grad_enabled():
+        return
     for name in _DIFFERENTIABLE:
         value = getattr(call, name)
         if isinstance(value, _Tensor):
             rules.no_grad(call.function, name, value)
 
 
-def _problem(
-    call: Call,
-    sizes: call_rules.Sizes,
-    left: bool,
-    right: bool,
-    bound_q: int | None,
-    bound_k: int | None,
-) -> Problem:
+def _problem(call: Call, sizes: call_rules.Sizes, left: bool, right: bool) -> Problem:
     f, q = call.function, call.q
+    bound_q = None if call.max_seqlen_q is None else rounded(call.max_seqlen_q)
+    bound_k = None if call.max_seqlen_k is None else rounded(call.max_seqlen_k)
     total_q, num_heads, head_dim = q.shape
     is_decode = f == "paged_attention" and call.cu_seqlens_q is None
     max_q = total_q if bound_q is None else min(bound_q, total_q)

@@ -65,7 +65,9 @@ def _place(
     if launched is not None:
         if len(_repeats) >= _REPEATS_LIMIT:
             _repeats.clear()
-        _repeats[key] = binaries.Repeat(launched)
+        from ..repeat import Repeat
+
+        _repeats[key] = Repeat(launched)
     return slots, lens
 
 
