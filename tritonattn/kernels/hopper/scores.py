@@ -154,9 +154,15 @@ def lift(dtype):
 
 @gluon.constexpr_function
 def most(dtype):
-    """A row's weights come to less, or its tile is computed again.  float16 holds no more; float32
-    has room for the values beside."""
+    """What float16 holds of a weight, or, beside large values, float32 of a sum."""
     return 2.0**15 if dtype == gl.float16 else 2.0**40
+
+
+@gluon.jit
+def marked(row_sum, dtype: gl.constexpr):
+    """``row_sum``, or infinity if weights in it may have been too large; there is no way back from
+    that, whatever the sum is scaled by."""
+    return gl.where(row_sum < most(dtype), row_sum, float("inf"))
 
 
 @gluon.jit

@@ -217,7 +217,10 @@ def attend(
                 v_stage, v_phase, stage, next_stage, next_phase, j + 1 < n, bars, True, SPEC,
             )  # fmt: skip
         i += count
-        if count == 0:
+        if count > 0:
+            row_sum = scores.marked(sums.row_sum, ks.dtype)
+            sums = Sums(sums.acc, sums.row_max, row_sum, sums.p, sums.rest, sums.key)
+        else:
             v_stage, v_phase = stage, phase
             stage, phase = ring.following(v_stage, v_phase, STAGES)
             next_stage, next_phase = ring.following(stage, phase, STAGES)
