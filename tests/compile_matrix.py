@@ -81,6 +81,7 @@ def distinct(targets: Iterable[str], thin: bool, names: Iterable[str] = ()) -> l
 
 def compile_one(job: Job) -> Result:
     import launches
+    import triton
 
     from tritonattn import binaries
     from tritonattn.tuning.compile import report
