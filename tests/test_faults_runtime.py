@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonattn
-from tritonattn import api, binaries, launch, plan
+from tritonattn import attend, binaries, launch, plan
 from tritonattn import device as devices
 from tritonattn.inputs import TENSORS
 from tritonattn.testing import cumulative
@@ -195,7 +195,7 @@ def test_attention_asks_no_tensor_for_its_value(function, num_splits, monkeypatc
 
         return method
 
-    monkeypatch.setattr(api, "is_traced", lambda _: False)  # what the operator does, no mode sees
+    monkeypatch.setattr(attend, "is_traced", lambda _: False)  # what the operator does, no mode sees
     with recorded(H200) as launches, Refusal():
         for name in VALUE_METHODS:
             monkeypatch.setattr(torch.Tensor, name, refuse(name))
@@ -210,7 +210,7 @@ def test_attention_goes_up_to_the_launch_with_fake_tensors(function, num_splits,
     """They have shapes and no value to give; only where they start has to be made up."""
     args, options = full_case(function).build()
     options["num_splits"] = num_splits
-    monkeypatch.setattr(api, "is_traced", lambda _: False)  # else the operator's fake is enough
+    monkeypatch.setattr(attend, "is_traced", lambda _: False)  # else the operator's fake is enough
     with FakeTensorMode() as mode, recorded(H200) as launches:
         monkeypatch.setattr(FakeTensor, "data_ptr", lambda _: 0, raising=False)
         fake = [mode.from_tensor(x) for x in args]
