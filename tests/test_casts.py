@@ -35,6 +35,15 @@ def decode_kernel(
 
 
 @triton.jit
+def decode_pairs_kernel(
+    x, y, n, FORMAT: tl.constexpr, DTYPE: tl.constexpr, UPPER: tl.constexpr, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low, high = casts.decode_pairs(tl.load(x + i, mask=i < n, other=0), FORMAT, DTYPE)
+    tl.store(y + i, high if UPPER else low, mask=i < n)
+
+
+@triton.jit
 def encode_kernel(x, y, n, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < n, other=0.0)
@@ -110,6 +119,24 @@ def test_decode_gives_torchs_value_of_every_byte(
         decoded = run(decode_kernel, raw, dtype, device, **constants)
         wrong = ~same_values(decoded, expected)
         assert not wrong.any(), (native, raw[wrong], decoded[wrong], expected[wrong])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
+def test_decode_pairs_gives_torchs_values_of_all_pairs(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    gpu = describe(device)
+    if not gpu.has_native_e4m3:
+        pytest.skip(f"{gpu.title} does not convert float8")
+    pairs = torch.arange(-(2**15), 2**15).to(torch.int16)
+    expected = pairs.view(FLOAT8[name]).float().to(dtype).view(-1, 2)
+    for upper in (0, 1):
+        constants = {"FORMAT": name, "DTYPE": WIDE[dtype], "UPPER": bool(upper)}
+        decoded = run(decode_pairs_kernel, pairs, dtype, device, **constants)
+        wrong = ~same_values(decoded, expected[:, upper].contiguous())
+        assert not wrong.any(), (upper, pairs[wrong], decoded[wrong], expected[wrong])
 
 
 @every_format

@@ -32,7 +32,14 @@ from .kernels.splits import Shares, Splits
 from .kernels.tiles import Pages
 from .plan import NO_LIMIT, Kind, Plan
 from .problem import Problem
-from .tuning.config import KernelConfig, blocks, whole_block
+from .tuning.config import (
+    KernelConfig,
+    blocks,
+    converts_pairs,
+    has_few_rows,
+    has_tensor_cores,
+    whole_block,
+)
 
 SCRATCH = 1 << 24  # float32 numbers of partial results
 REGISTERS = 1 << 16  # of a multiprocessor
@@ -184,6 +191,14 @@ def _share_step(rows: int, problem: Problem, config: KernelConfig) -> int:
     return min(max(numbers // cells, 1), GROUP) if rows else 0
 
 
+def _row_sums(problem: Problem, config: KernelConfig, gpu: Device) -> int:
+    """Tensor cores' results leave keys that are 8 a warp apart with one thread."""
+    is_float32 = problem.dtype == torch.float32
+    if is_float32 or gpu.backend == "hip" or not has_tensor_cores(gpu):
+        return 1
+    return min(config.block_n, 8 * config.num_warps) if has_few_rows(config, problem) else 1
+
+
 def make_spec(
     problem: Problem,
     plan: Plan,
@@ -208,10 +223,13 @@ def make_spec(
         page if page & (page - 1) == 0 and page <= 1024 else 0,
         problem.cache_format,
         gpu.has_native_e4m3,
+        aligned and converts_pairs(config, problem, gpu),
         # Beside new keys the queries are there in both formats, for which RDNA has no registers.
         problem.cache_format != ""
         and problem.dtype == torch.bfloat16
         and not (problem.has_new and gpu.backend == "hip"),
+        has_few_rows(config, problem),
+        _row_sums(problem, config, gpu),
         problem.has_cache,
         problem.has_new,
         mask.has_left,

@@ -7,52 +7,17 @@ of the keys that one sees, or an equal share of all tiles' keys (``splits``).  T
 functions are this kernel with other sources of keys.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from . import masks, softmax
+from . import softmax
 from .casts import split_power
+from .keys import Source, pages_of
+from .places import Inputs, Place, is_elsewhere, keys_of, queries_of, tile_range, visible_keys
 from .results import rows_to_store, store_rows, store_share, store_whole
 from .splits import find_piece, tiles_per_part
-from .tiles import find_sequence, load_scale, load_tile, tile_rows
-from .walk import Queries, Source, attend
-
-
-class Inputs(NamedTuple):
-    """What the kernel takes, but for its results and how the keys are cut."""
-
-    q: object
-    k: object
-    v: object
-    k_cache: object
-    v_cache: object
-    k_scale: object
-    v_scale: object
-    table: object
-    batch: object
-    scoring: object
-    masking: object
-
-
-class Place(NamedTuple):
-    """Which tile, and which of the key tiles that it sees: ``count`` from number ``skip`` on."""
-
-    sequence: object
-    tile: object  # its number in the sequence
-    head_block: object
-    kv_head: object
-    skip: object
-    count: object
-
-
-@triton.jit
-def visible_keys(pos, num_keys, masking, SPEC):
-    return masks.interval(
-        pos, num_keys, masking.left, masking.right, masking.chunk,
-        SPEC.HAS_LEFT, SPEC.HAS_RIGHT, SPEC.HAS_CHUNK,
-    )  # fmt: skip
+from .tiles import find_sequence, load_scale, load_tile, look_up, tile_rows
+from .walk import Queries, all_values, attend, no_values
 
 
 @triton.jit
@@ -63,30 +28,11 @@ def load_blocks(row_ptrs, row_ok, SPEC):
         block = load_tile(
             row_ptrs, row_ok, i * SPEC.BLOCKS[0], SPEC.BLOCKS[i], SPEC.HEAD_DIM, True, SPEC.ALIGNED
         )
-        q_blocks += (block,)
+        if SPEC.PAIRS:  # even and odd ones, as keys come
+            q_blocks += tl.split(tl.reshape(block, (SPEC.BLOCK_M, SPEC.BLOCKS[i] // 2, 2)))
+        else:
+            q_blocks += (block,)
     return q_blocks
-
-
-@triton.jit
-def queries_of(sequence, batch):
-    """(first token, tokens) of a sequence; sequence num_seqs are the rows past the last one."""
-    if batch.cu_seqlens_q is not None:
-        start = tl.load(batch.cu_seqlens_q + sequence)
-        is_known = sequence < batch.num_seqs
-        end = tl.load(batch.cu_seqlens_q + sequence + 1, mask=is_known, other=batch.total_q)
-    else:
-        start = sequence
-        end = sequence + 1
-    return start, end - start
-
-
-@triton.jit
-def is_elsewhere(len_q, batch):
-    """Whether a sequence of so many queries is another launch's."""
-    elsewhere = len_q < 0
-    if batch.cu_seqlens_q is not None:
-        elsewhere = (len_q < batch.least_q) | (len_q > batch.most_q)
-    return elsewhere
 
 
 @triton.jit
@@ -114,6 +60,14 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
         low = tl.maximum(low, first_tile * SPEC.BLOCK_N)
         high = tl.minimum(high, (first_tile + place.count) * SPEC.BLOCK_N)
 
+    page_ids = None
+    pages = None
+    if SPEC.HAS_CACHE:
+        page_ids = pages_of(sequence, inputs.table)
+    if SPEC.FEW_ROWS:  # on their way before the queries
+        offs_n = low + tl.arange(0, SPEC.BLOCK_N)
+        is_cached = offs_n < tl.minimum(high, context)
+        pages = look_up(page_ids, inputs.table, offs_n, is_cached, SPEC.PAGE_SIZE, True)
     q = inputs.q
     q_rows = q.ptr + token.to(tl.int64) * q.stride_token + head * q.stride_head
     q_blocks = load_blocks(q_rows, row_ok, SPEC)
@@ -150,24 +104,19 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
     cached_row_scale = row_scale
     if SPEC.HALF_FP8:
         # float8 becomes float16 by one instruction, and bfloat16 by several.
-        halves, power = split_power(q_blocks, len(SPEC.BLOCKS), SPEC.INTERPRETED)
+        halves, power = split_power(q_blocks, len(q_blocks), SPEC.INTERPRETED)
         cached_row_scale = row_scale * power
         cached_rows = Queries(
             halves, pos, first, last, slopes, scoring.softcap, row_ok, tree_rows, inputs.masking,
             shift,
         )  # fmt: skip
 
-    acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
+    acc = no_values(SPEC)
     k_scale = load_scale(inputs.k_scale, sequence, kv_head, is_known)
     v_scale = load_scale(inputs.v_scale, sequence, kv_head, is_known)
     if SPEC.HAS_CACHE:
-        table = inputs.table
         k_cache = inputs.k_cache
         v_cache = inputs.v_cache
-        if table.indptr is not None:
-            page_ids = table.ptr + tl.load(table.indptr + sequence)
-        else:
-            page_ids = table.ptr + tl.cast(sequence, tl.int64) * table.stride_seq
         head_stride = v_cache.stride_head
         if head_stride is None:
             head_stride = k_cache.stride_head
@@ -175,24 +124,24 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             k_cache.ptr + kv_head.to(tl.int64) * k_cache.stride_head,
             v_cache.ptr + kv_head.to(tl.int64) * head_stride,
             k_cache.stride_token, v_cache.stride_token,
-            k_cache.stride_page, v_cache.stride_page, page_ids, table, 0, 0, 0,
+            k_cache.stride_page, v_cache.stride_page, page_ids, pages, inputs.table, 0, 0, 0,
         )  # fmt: skip
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, cached_row_scale * k_scale, cached_rows, cached,
             low, tl.minimum(high, context), full_low, full_high, SPEC.CACHE_FORMAT, SPEC,
         )  # fmt: skip
-        acc *= v_scale
+        acc = (all_values(acc) * v_scale,)
     if SPEC.HAS_NEW:
         k = inputs.k
         v = inputs.v
         if SPEC.BOXES:
-            packed = Source(k, v, 0, 0, 0, 0, None, None, context, k_start, kv_head)
+            packed = Source(k, v, 0, 0, 0, 0, None, None, None, context, k_start, kv_head)
         else:
             first_row = k_start.to(tl.int64)
             packed = Source(
                 k.ptr + kv_head.to(tl.int64) * k.stride_head + first_row * k.stride_token,
                 v.ptr + kv_head.to(tl.int64) * v.stride_head + first_row * v.stride_token,
-                k.stride_token, v.stride_token, 0, 0, None, None, context, 0, 0,
+                k.stride_token, v.stride_token, 0, 0, None, None, None, context, 0, 0,
             )  # fmt: skip
         if not SPEC.HAS_CACHE:
             row_scale *= k_scale
@@ -201,40 +150,8 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             tl.maximum(low, context), high, full_low, full_high, "", SPEC,
         )  # fmt: skip
         if not SPEC.HAS_CACHE:
-            acc *= v_scale
-    return softmax.finish(acc, row_max, row_sum, IS_EXACT)
-
-
-@triton.jit
-def keys_of(sequence, batch, q_start, len_q, SPEC):
-    """(keys in the cache, first packed key, all keys) of a sequence; none past the last one."""
-    is_known = sequence < batch.num_seqs
-    context = 0
-    k_start = q_start * 0
-    if not SPEC.HAS_CACHE:
-        k_start = tl.load(batch.lens + sequence)
-        len_k = tl.load(batch.lens + sequence + 1, mask=is_known, other=k_start) - k_start
-    else:
-        context = tl.maximum(tl.load(batch.lens + sequence, mask=is_known, other=0), 0)
-        len_k = context
-        if SPEC.HAS_NEW:
-            k_start = q_start
-            len_k += tl.where(is_known, len_q, 0)
-    return context, k_start, tl.maximum(len_k, 0)
-
-
-@triton.jit
-def tile_range(tile, shift, len_q, len_k, inputs, SPEC):
-    """(low, high) of the keys that any row of a tile sees, (full_low, full_high) that all see."""
-    BLOCK_Q: tl.constexpr = SPEC.BLOCK_M // SPEC.PACK
-    first_pos = tile * BLOCK_Q + shift
-    last_pos = tl.minimum(tile * BLOCK_Q + BLOCK_Q, len_q) - 1 + shift
-    first_a, last_a = visible_keys(first_pos, len_k, inputs.masking, SPEC)
-    first_b, last_b = visible_keys(last_pos, len_k, inputs.masking, SPEC)
-    low, high, full_low, full_high = masks.tile_ranges(first_a, last_a, first_b, last_b)
-    if SPEC.HAS_TREE:
-        full_high = tl.minimum(full_high, tl.maximum(shift, 0))
-    return low, high, full_low, full_high
+            acc = (acc[0] * v_scale,)
+    return softmax.finish(acc[0], row_max, row_sum, IS_EXACT)
 
 
 @triton.jit

@@ -38,6 +38,26 @@ def decode(raw, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr)
 
 
 @triton.jit
+def decode_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Of pairs of float8 bytes (16 bits) the values of all lower ones, and of all upper ones.
+
+    Pairs are laid out for a product as the 16-bit numbers that they become are, so they go straight
+    from shared memory to its operands; bytes would be read one by one.  By NVIDIA's instructions,
+    from sm_89 on.
+    """
+    tl.static_assert(FORMAT == "e4m3fn" or FORMAT == "e5m2", "unknown float8 format")
+    CONVERT: tl.constexpr = "cvt.rn.f16x2.e4m3x2" if FORMAT == "e4m3fn" else "cvt.rn.f16x2.e5m2x2"
+    ASM: tl.constexpr = (
+        "{ .reg .b32 sorted; .reg .b16 low, high; prmt.b32 sorted, $2, 0, 0x3120;"
+        "mov.b32 {low, high}, sorted; " + CONVERT + " $0, low; " + CONVERT + " $1, high; }"
+    )
+    low, high = tl.inline_asm_elementwise(
+        ASM, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
+    return low.to(DTYPE), high.to(DTYPE)
+
+
+@triton.jit
 def as_loaded(tile, rows):
     """``tile`` [N, D] of 16-bit numbers, decoded in the layout in which its bytes were loaded.
 

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .softmax import power
 from .tiles import store_tile, tile_rows
 
 GROUP = 16  # pieces
@@ -101,7 +102,7 @@ def store_slot(shares, slot, out, lse, row_ok, ROWS: tl.constexpr, SPEC):
     """One partial result, ``out`` [ROWS, BLOCK_DV] and ``lse`` [ROWS]."""
     rows = slot * SPEC.BLOCK_M + tl.arange(0, ROWS)
     cells = rows[:, None] * SPEC.BLOCK_DV + tl.arange(0, SPEC.BLOCK_DV)[None, :]
-    tl.store(shares.ptr + cells, out, mask=row_ok[:, None])
+    tl.store(tl.multiple_of(shares.ptr + cells, (16, 16)), out, mask=row_ok[:, None])
     tl.store(shares.lse + rows, lse, mask=row_ok)
 
 
@@ -149,18 +150,19 @@ def add_slots(row_max, row_sum, acc, shares, first, start, count, STEP, SPEC):
         is_there = rows * 0 + start + i < count
         # Other programs wrote them: not from this multiprocessor's own cache.
         lse = tl.load(shares.lse + row, mask=is_there, other=float("-inf"), cache_modifier=".cg")
-        out = tl.load(shares.ptr + cell, mask=is_there[:, None], other=0.0, cache_modifier=".cg")
+        ptrs = tl.multiple_of(shares.ptr + cell, (16, 16))
+        out = tl.load(ptrs, mask=is_there[:, None], other=0.0, cache_modifier=".cg")
         lses += (lse,)
         outs += (out,)
     m_new = row_max
     for i in tl.static_range(SPEC.SHARE_STEP):
         m_new = tl.maximum(m_new, lses[i])
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp(row_max - shift)
+    alpha = power(row_max - shift, True)
     row_sum *= alpha
     acc *= alpha[:, None]
     for i in tl.static_range(SPEC.SHARE_STEP):
-        weight = tl.exp(lses[i] - shift)
+        weight = power(lses[i] - shift, True)
         row_sum += weight
         acc = tl.fma(outs[i], tl.broadcast_to(weight[:, None], acc.shape), acc)
     return m_new, row_sum, acc

@@ -155,7 +155,37 @@ def step(
         d = s - shift[:, None]
     p = power(d, False)
     alpha = power(row_max - shift, False)
-    return p, alpha, m_new, row_sum * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, add(row_sum, alpha, p)
+
+
+@triton.jit
+def spread(row_sum, WIDTH: tl.constexpr):
+    """[BLOCK_M, WIDTH] whose rows add up to ``row_sum`` [BLOCK_M]; as it is if WIDTH is 1.
+
+    What a thread sums by itself waits for no other warp before all sums are gathered.
+    """
+    if WIDTH > 1:
+        row_sum = tl.where(tl.arange(0, WIDTH)[None, :] == 0, row_sum[:, None], 0.0)
+    return row_sum
+
+
+@triton.jit
+def gather(row_sum):
+    """Undoes ``spread``."""
+    return row_sum if len(row_sum.shape) == 1 else tl.sum(row_sum, 1)
+
+
+@triton.jit
+def add(row_sum, alpha, p):
+    """``row_sum`` alpha, and a tile's probabilities to it."""
+    if len(row_sum.shape) == 1:
+        total = row_sum * alpha + tl.sum(p, 1)
+    else:
+        width: tl.constexpr = row_sum.shape[1]
+        parts = tl.reshape(p, (p.shape[0], p.shape[1] // width, width))
+        alpha = tl.broadcast_to(alpha[:, None], row_sum.shape)
+        total = tl.fma(row_sum, alpha, tl.sum(parts, 1))
+    return total
 
 
 @triton.jit

@@ -24,7 +24,10 @@ class Spec(NamedTuple):
     PAGE_SIZE: int  # 0: a run-time value, for pages that are no power of two
     CACHE_FORMAT: str  # float8 format of the cache's bytes, "" for the queries' own dtype
     NATIVE_FP8: bool  # the GPU converts float8 itself
+    PAIRS: bool  # two bytes are read as one number, so that values need not be turned in memory
     HALF_FP8: bool  # float8 keys and values meet bfloat16 queries in float16
+    FEW_ROWS: bool  # over cached keys: one loop
+    ROW_SUMS: int  # that a row's sum is kept in there, each of them one thread's
     HAS_CACHE: bool
     HAS_NEW: bool
     HAS_LEFT: bool

@@ -88,7 +88,8 @@ def _tiles(start, batch, widest, STEP: tl.constexpr, BLOCK_Q: tl.constexpr, SPEC
 @triton.jit
 def find_piece(number, batch, shares, walks, BLOCK_Q: tl.constexpr, SPEC):
     """The piece with this number, sequence by sequence; past the last one its keys are 0."""
-    STEP: tl.constexpr = 128
+    # As many as a warp has threads: each warp sums them all, and none waits for another.
+    STEP: tl.constexpr = 32
     total = tl.zeros([STEP], tl.int32)
     most = tl.zeros([STEP], tl.int32)
     count = tl.zeros([STEP], tl.int32)

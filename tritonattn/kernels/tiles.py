@@ -147,19 +147,29 @@ def load_scale(scale, sequence, kv_head, is_known):
 
 
 @triton.jit
-def page_slots(row, table, offs_n, ok, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """(page, slot in it) of keys ``offs_n`` of the sequence whose page ids start at ``row``.
-
-    PAGE_SIZE 0: any, known at run time.
-    """
-    size = table.page_size
+def page_size(table, PAGE_SIZE: tl.constexpr):
+    """PAGE_SIZE 0: any, known at run time.  Unsigned, as are keys' numbers, which spares a division
+    of them what negative ones would want."""
+    size = table.page_size.to(tl.uint32)
     if PAGE_SIZE > 0:
-        size = PAGE_SIZE
-    if MASKED:
-        page = tl.load(row + offs_n // size, mask=ok, other=0)
-    else:
-        page = tl.load(row + offs_n // size)
-    return page.to(tl.int64), (offs_n % size).to(tl.int64)
+        size = tl.full([], PAGE_SIZE, tl.uint32)
+    return size
+
+
+@triton.jit
+def look_up(row, table, offs_n, ok, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """The pages of keys ``offs_n`` of the sequence whose page ids start at ``row``."""
+    ptrs = row + offs_n.to(tl.uint32) // page_size(table, PAGE_SIZE)
+    page = tl.load(ptrs, mask=ok, other=0) if MASKED else tl.load(ptrs)
+    if page.dtype == tl.int32:
+        page = page.to(tl.uint32)
+    return page
+
+
+@triton.jit
+def slots(table, offs_n, PAGE_SIZE: tl.constexpr):
+    """Where in their pages keys ``offs_n`` lie."""
+    return (offs_n.to(tl.uint32) % page_size(table, PAGE_SIZE)).to(tl.int64)
 
 
 @triton.jit

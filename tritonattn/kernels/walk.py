@@ -1,42 +1,14 @@
-"""Walking over the keys that a tile of queries sees: where tiles lie, and what each one adds."""
+"""Walking over the keys that a tile of queries sees: what each tile of them adds."""
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from . import masks, softmax
-from .casts import as_loaded, decode, round_to
-from .tiles import dot, load_box, load_tile, page_slots
-
-
-class Source(NamedTuple):
-    """Keys and values of one sequence and one KV head; key ``first`` is the source's first.
-
-    ``k`` and ``v`` are pointers to the head's rows, or descriptors of packed rows of all heads.
-    """
-
-    k: object
-    v: object
-    k_stride_token: object
-    v_stride_token: object
-    k_stride_page: object
-    v_stride_page: object  # None: as the keys' strides
-    page_ids: object  # None: the rows are packed
-    table: object
-    first: object
-    row: object  # of descriptors: the first key's row
-    head: object
-
-
-class Tile(NamedTuple):
-    """Keys [BLOCK_N] and their values."""
-
-    offs_n: object
-    ok: object  # those that may be read
-    visible: object  # [BLOCK_M, BLOCK_N]
-    k_rows: object  # pointers, or the first row of a box
-    v_rows: object
+from . import softmax
+from .casts import round_to
+from .keys import load_k, load_v, locate, pages_at
+from .tiles import dot
 
 
 class Queries(NamedTuple):
@@ -55,73 +27,14 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def load_keys(
-    row_ptrs,
-    ok,
-    FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    MASKED: tl.constexpr,
-    SPEC,
-):
-    tile = load_tile(row_ptrs, ok, FIRST, BLOCK, DIM, MASKED, SPEC.ALIGNED)
-    if FORMAT != "":
-        tile = decode(tile, FORMAT, DTYPE, SPEC.NATIVE_FP8)
-    return tile
-
-
-@triton.jit
-def locate(source, begin, low, high, rows, MASKED: tl.constexpr, GUARDED: tl.constexpr, SPEC):
-    """The tile of keys from ``begin`` on, of which low..high count.
-
-    Nothing else is read if GUARDED; else the whole tile is there to be read.
-    """
-    offs_n = begin + tl.arange(0, SPEC.BLOCK_N)
-    ok = (offs_n >= low) & (offs_n < high)
-    visible = tl.broadcast_to(ok[None, :], (SPEC.BLOCK_M, SPEC.BLOCK_N))
-    if MASKED:
-        if rows.first is not None:
-            visible = visible & masks.is_visible(offs_n, rows.first, rows.last)
-        if SPEC.HAS_TREE:
-            visible = visible & masks.is_visible_in_tree(
-                offs_n, rows.first_new, rows.tree_rows, rows.row_ok,
-                rows.tree.tree_width, rows.tree.stride_tree_col,
-            )  # fmt: skip
-            # A key that no row sees may hold anything: 0 x NaN would reach the sum.
-            ok = ok & (tl.max((visible & rows.row_ok[:, None]).to(tl.int32), 0) > 0)
-
-    if source.page_ids is not None:
-        page, slot = page_slots(source.page_ids, source.table, offs_n, ok, SPEC.PAGE_SIZE, GUARDED)
-        at = page * source.k_stride_page + slot * source.k_stride_token
-        k_rows = source.k + at
-        if source.v_stride_page is not None:
-            at = page * source.v_stride_page + slot * source.v_stride_token
-        v_rows = source.v + at
-    elif SPEC.BOXES:
-        k_rows = source.row + (begin - source.first)
-        v_rows = k_rows
-    else:
-        token = (offs_n - source.first).to(tl.int64)
-        k_rows = source.k + token * source.k_stride_token
-        v_rows = source.v + token * source.v_stride_token
-    return Tile(offs_n, ok, visible, k_rows, v_rows)
-
-
-@triton.jit
 def multiply_block(
     rows, source, tile, INDEX: tl.constexpr, qk, FORMAT: tl.constexpr, GUARDED: tl.constexpr, SPEC
 ):
     """q k^T [BLOCK_M, BLOCK_N] over the dims of one of BLOCKS, added to ``qk``; None: zero."""
-    if SPEC.BOXES and source.page_ids is None:
-        k = load_box(source.k, source.head, tile.k_rows, SPEC.BLOCK_N, SPEC.BLOCKS[INDEX])
-    else:
-        k = load_keys(
-            tile.k_rows, tile.ok, INDEX * SPEC.BLOCKS[0], SPEC.BLOCKS[INDEX], SPEC.HEAD_DIM, FORMAT,
-            rows.q[INDEX].dtype, GUARDED, SPEC,
-        )  # fmt: skip
-    return dot(rows.q[INDEX], tl.trans(k), qk, SPEC.INTERPRETED)
+    blocks = load_k(source, tile, INDEX, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
+    for i in tl.static_range(len(blocks)):
+        qk = dot(rows.q[INDEX * len(blocks) + i], tl.trans(blocks[i]), qk, SPEC.INTERPRETED)
+    return qk
 
 
 @triton.jit
@@ -172,42 +85,55 @@ def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPE
             tile.visible, SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, MASKED,
         )  # fmt: skip
     else:
+        IS_PLAIN: tl.constexpr = not (SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI)
+        IS_RISING: tl.constexpr = not SPEC.HAS_SIGNED_SCALE
+        IS_PRODUCT: tl.constexpr = IS_PLAIN and (IS_RISING or not MASKED)
+        factor = row_scale * softmax.LOG2E
+        if IS_PRODUCT and MASKED:
+            qk = tl.where(tile.visible, qk, float("-inf"))
+            factor = tl.maximum(factor, 1e-37)  # -inf times it stays -inf
         s = softmax.logits(
             qk, row_scale, rows.softcap, rows.slopes, rows.pos, tile.offs_n,
             SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI,
         )  # fmt: skip
         if MASKED:
             s = tl.where(tile.visible, s, float("-inf"))
-        IS_PRODUCT: tl.constexpr = not (MASKED or SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI)
         p, alpha, row_max, row_sum = softmax.step(
-            row_max, row_sum, s, qk, row_scale * softmax.LOG2E, MASKED, IS_PRODUCT,
-            not SPEC.HAS_SIGNED_SCALE,
-        )  # fmt: skip
+            row_max, row_sum, s, qk, factor, MASKED, IS_PRODUCT, IS_RISING
+        )
     return round_to(p, rows.q[0].dtype, SPEC.INTERPRETED), alpha, row_max, row_sum
+
+
+@triton.jit
+def no_values(SPEC):
+    """What ``add_values`` starts from: as many blocks as values come in."""
+    COUNT: tl.constexpr = 2 if SPEC.PAIRS else 1
+    acc = ()
+    for _ in tl.static_range(COUNT):
+        acc += (tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV // COUNT], tl.float32),)
+    return acc
 
 
 @triton.jit
 def add_values(
     acc, alpha, p, rows, source, tile, FORMAT: tl.constexpr, GUARDED: tl.constexpr, SPEC
 ):
-    """alpha acc + p v."""
-    if SPEC.BOXES and source.page_ids is None:
-        v = load_box(source.v, source.head, tile.v_rows, SPEC.BLOCK_N, SPEC.BLOCK_DV)
-        if GUARDED:  # boxes reach into the neighbours' rows
-            v = tl.where(tile.ok[:, None], v, 0.0)
-    else:
-        v = load_keys(
-            tile.v_rows, tile.ok, 0, SPEC.BLOCK_DV, SPEC.HEAD_DIM_V, FORMAT, rows.q[0].dtype,
-            GUARDED, SPEC,
-        )  # fmt: skip
-        if FORMAT != "" and SPEC.NATIVE_FP8 and v.dtype != tl.float32:
-            v = as_loaded(v, tile.offs_n)
-    alpha = tl.broadcast_to(alpha[:, None], acc.shape)
-    if rows.q[0].dtype == tl.float32:  # a tile's sum by itself first: shorter chains of roundings
-        acc = tl.fma(acc, alpha, dot(p, v, None, SPEC.INTERPRETED))
-    else:
-        acc = dot(p, v, acc * alpha, SPEC.INTERPRETED)
-    return acc
+    """alpha acc + p v, block by block."""
+    blocks = load_v(source, tile, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
+    alpha = tl.broadcast_to(alpha[:, None], acc[0].shape)
+    sums = ()
+    for i in tl.static_range(len(blocks)):
+        if rows.q[0].dtype == tl.float32:  # a tile's sum by itself first: shorter chains
+            sums += (tl.fma(acc[i], alpha, dot(p, blocks[i], None, SPEC.INTERPRETED)),)
+        else:
+            sums += (dot(p, blocks[i], acc[i] * alpha, SPEC.INTERPRETED),)
+    return sums
+
+
+@triton.jit
+def all_values(acc):
+    """[BLOCK_M, BLOCK_DV] of all blocks."""
+    return tl.interleave(acc[0], acc[1]) if len(acc) == 2 else acc[0]
 
 
 @triton.jit
@@ -221,14 +147,15 @@ def visit(
     begin,
     low,
     high,
+    pages,
     FORMAT: tl.constexpr,
     MASKED: tl.constexpr,
     GUARDED: tl.constexpr,
     SPEC,
 ):
     """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it, GUARDED where
-    not all of it may be read."""
-    tile = locate(source, begin, low, high, rows, MASKED, GUARDED, SPEC)
+    not all of it may be read; ``pages`` None: they are looked up."""
+    tile = locate(source, begin, low, high, rows, pages, MASKED, GUARDED, SPEC)
     qk = multiply_keys(rows, source, tile, FORMAT, GUARDED, SPEC)
     p, alpha, row_max, row_sum = weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED, SPEC)
     acc = add_values(acc, alpha, p, rows, source, tile, FORMAT, GUARDED, SPEC)
@@ -252,29 +179,44 @@ def attend(
 ):
     """All tiles of one source's keys low..high, of which full_low..full_high are seen by every
     row."""
-    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    start = low
-    if source.page_ids is not None:
-        start = low // BLOCK_N * BLOCK_N  # whole pages a tile
-    end = start + tl.cdiv(tl.maximum(high - start, 0), BLOCK_N) * BLOCK_N
-    if SPEC.HAS_CACHE and SPEC.BLOCK_M <= 32 and not SPEC.HAS_TREE:
-        # Few rows wait for memory: one loop is one pipeline to fill, not two, and reads without
-        # masks, as the last tile reaches back over keys that have been visited.
-        if high - low >= BLOCK_N:
-            for begin in tl.range(low, high, BLOCK_N):
-                acc, row_max, row_sum = visit(
-                    acc, row_max, row_sum, row_scale, rows, source,
-                    tl.minimum(begin, high - BLOCK_N), begin, high, FORMAT, True, False, SPEC,
-                )  # fmt: skip
-        elif low < high:
-            acc, row_max, row_sum = visit(
-                acc, row_max, row_sum, row_scale, rows, source,
-                low, low, high, FORMAT, True, True, SPEC,
-            )  # fmt: skip
+    if SPEC.FEW_ROWS:
+        acc, row_max, row_sum = attend_in_one_loop(
+            acc, row_max, row_sum, row_scale, rows, source, low, high, FORMAT, SPEC
+        )
     else:
         acc, row_max, row_sum = attend_by_kinds(
             acc, row_max, row_sum, row_scale, rows, source,
-            low, high, full_low, full_high, start, end, FORMAT, SPEC,
+            low, high, full_low, full_high, FORMAT, SPEC,
+        )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_in_one_loop(
+    acc, row_max, row_sum, row_scale, rows, source, low, high, FORMAT: tl.constexpr, SPEC
+):
+    """Few rows wait for memory: one loop is one pipeline to fill, not two, and reads without masks,
+    as the last tile reaches back over keys that have been visited.  Page ids are a tile ahead."""
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
+    IS_PAGED: tl.constexpr = source.page_ids is not None
+    if high - low >= BLOCK_N:
+        row_sum = softmax.spread(row_sum, SPEC.ROW_SUMS)
+        last = high - BLOCK_N
+        pages = source.pages
+        for begin in tl.range(low, high, BLOCK_N):
+            if IS_PAGED:
+                next_pages = pages_at(source, tl.minimum(begin + BLOCK_N, last), SPEC)
+            acc, row_max, row_sum = visit(
+                acc, row_max, row_sum, row_scale, rows, source,
+                tl.minimum(begin, last), begin, high, pages, FORMAT, True, False, SPEC,
+            )  # fmt: skip
+            if IS_PAGED:
+                pages = next_pages
+        row_sum = softmax.gather(row_sum)
+    elif low < high:
+        acc, row_max, row_sum = visit(
+            acc, row_max, row_sum, row_scale, rows, source,
+            low, low, high, None, FORMAT, True, True, SPEC,
         )  # fmt: skip
     return acc, row_max, row_sum
 
@@ -291,13 +233,15 @@ def attend_by_kinds(
     high,
     full_low,
     full_high,
-    start,
-    end,
     FORMAT: tl.constexpr,
     SPEC,
 ):
     """First the edges, masked, then the interior that every row sees."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
+    start = low
+    if source.page_ids is not None:
+        start = low // BLOCK_N * BLOCK_N  # whole pages a tile
+    end = start + tl.cdiv(tl.maximum(high - start, 0), BLOCK_N) * BLOCK_N
     full_low = tl.maximum(full_low, low)
     full_high = tl.minimum(full_high, high)
     full_start = start + tl.cdiv(full_low - start, BLOCK_N) * BLOCK_N
@@ -309,11 +253,11 @@ def attend_by_kinds(
         begin = tl.where(i < before, start + i * BLOCK_N, full_end + (i - before) * BLOCK_N)
         acc, row_max, row_sum = visit(
             acc, row_max, row_sum, row_scale, rows, source,
-            begin, low, high, FORMAT, True, True, SPEC,
+            begin, low, high, None, FORMAT, True, True, SPEC,
         )  # fmt: skip
     for begin in tl.range(full_start, full_end, BLOCK_N):
         acc, row_max, row_sum = visit(
             acc, row_max, row_sum, row_scale, rows, source,
-            begin, low, high, FORMAT, False, False, SPEC,
+            begin, low, high, None, FORMAT, False, False, SPEC,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -171,20 +171,43 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
         return 4 * (m * d + n * max(d, dv) + m * n) + 1024
     tree = 4 * m * n if problem.mask.has_tree else 0
     # Copies in flight: wgmma still reads a tile while the next ones arrive.  Behind a look-up of
-    # page ids, which is a stage of its own, half as many.
+    # page ids in the same loop, which is a stage of its own, half as many.
     if has_warpgroup_mma(device) and itemsize == 2 and m >= 64 and config.num_warps >= 4:
         packed, paged = stages, max(2, (stages + 1) // 2)
         probabilities = 0
     else:
         packed, paged = max(1, stages - 1), max(1, (stages - 1) // 2)
+        if has_few_rows(config, problem):
+            paged = packed
+            queries *= 2 if problem.cache_format and problem.has_new else 1  # in both formats
     if problem.cache_format and not problem.has_new and packed < stages:
-        # Bytes until they are multiplied; values pass through once more as 16-bit numbers.
-        flight = paged * n * (d + dv) + n * max(d, dv) * itemsize
+        # Bytes until they are multiplied; values may pass through once more as 16-bit numbers.
+        flight = paged * n * (d + dv)
+        if not (problem.rows_aligned and converts_pairs(config, problem, device)):
+            flight += n * max(d, dv) * itemsize
         return queries + flight + probabilities + tree + 1024
     flight = packed * keys if problem.has_new else paged * keys
     if problem.has_new and problem.has_cache:
         flight = max(packed, paged) * keys
     return queries + flight + probabilities + tree + 1024
+
+
+def has_few_rows(config: KernelConfig, problem: Problem) -> bool:
+    """Whether a tile waits for cached keys rather than for products: one loop goes over them."""
+    return problem.has_cache and config.block_m <= 32 and not problem.mask.has_tree
+
+
+def converts_pairs(config: KernelConfig, problem: Problem, device: Device) -> bool:
+    """Whether float8 keys and values, if rows are aligned, go from bytes in shared memory to
+    operands in registers, pair by pair."""
+    return (
+        problem.cache_format in ("e4m3fn", "e5m2")
+        and device.has_native_e4m3
+        and not problem.has_new
+        and config.block_m <= 32
+        and problem.dtype.itemsize == 2
+        and problem.head_dim % 2 == problem.head_dim_v % 2 == 0
+    )
 
 
 def has_tensor_cores(device: Device) -> bool:

@@ -122,7 +122,7 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     has_room = device.shared_memory > LARGE_MEMORY
     if width > 256:
         if rows <= 16 and has_room and not has_tree and not has_fp8:
-            return Tile(16, 32, 4, 3)
+            return Tile(16, 32, 4, 2)
         return Tile(_up_to(32, rows), 32, 8, 2)
     has_halves = (
         has_warpgroup_mma(device) and len(blocks(problem.head_dim, problem.dtype, device)) > 1
@@ -130,17 +130,11 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     if has_tree:
         most = 32 if has_fp8 or has_halves else 64
         return Tile(_up_to(most, rows), 32, 8 if rows > 16 else 4, 3)
-    if rows <= 16 and width <= 128 and has_fp8 and has_room and device.has_native_e4m3:
-        return Tile(16, 64, 2, 5)  # few threads, many loads: several such blocks fit
-    if 16 < rows <= 32 and width <= 128 and problem.has_cache and has_room and not has_fp8:
-        # Few such blocks fit, so that there are few parts to merge.
-        return Tile(32, 128 if problem.is_decode else 64, 4, 5)
+    if rows <= 32 and problem.has_cache:
+        return _few(problem, device, width, rows)
     if rows <= SHORT:
-        warps = 8 if width >= 256 else 4
-        keys = 128 if rows <= 32 and width <= 64 and problem.has_cache else 64
-        if has_fp8 and not device.has_native_e4m3:
-            keys //= 2
-        return Tile(_up_to(64, rows), keys, warps, 4 if width <= 128 else 3)
+        keys = 32 if has_fp8 and not device.has_native_e4m3 else 64
+        return Tile(_up_to(64, rows), keys, 8 if width >= 256 else 4, 4 if width <= 128 else 3)
     if not problem.rows_aligned:
         return Tile(32, 32, 4, 3) if has_halves else Tile(64, 32, 8, 3)
     form = KernelConfig.form if why_no_boxes(problem, device) else "boxes"
@@ -154,6 +148,31 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     if device.arch == 90:  # boxes spill there: their masked values pass through registers
         form = KernelConfig.form
     return Tile(128 if has_warpgroup_mma(device) else 64, 64, 8, 2, form)
+
+
+def _few(problem: Problem, device: Device, width: int, rows: int) -> Tile:
+    """Few rows over cached keys, as they measured best on an H200: enough loads in flight, in
+    several blocks beside each other; or in few, of which there are few parts to merge."""
+    has_fp8 = problem.cache_format != ""
+    has_room = device.shared_memory > LARGE_MEMORY
+    is_cut = not (problem.batch_invariant or problem.num_splits)
+    is_small = is_cut and 4 * problem.batch * problem.num_kv_heads <= device.sm_count
+    warps, keys, stages = 8 if width >= 256 else 4, 64, 2
+    if has_fp8:
+        keys = 128 if width <= 64 else 64
+        stages = 3 if has_room and rows <= 16 and 64 < width <= 128 else 2
+        if not device.has_native_e4m3:
+            keys, stages = keys // 2, 2
+    elif has_room and width == 256:
+        keys, stages = 32, 3
+    elif has_room and width <= 128:
+        if rows > 16:
+            keys, stages = 128 if problem.is_decode else 64, 3
+        elif width <= 64 or is_small:
+            keys, stages = 128, 3
+    elif width <= 64:
+        keys = 128
+    return Tile(_up_to(32, rows), keys, warps, stages)
 
 
 def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:
@@ -181,7 +200,7 @@ def _plain(problem: Problem, device: Device, width: int, rows: int) -> Tile:
         is_heavy = problem.mask.has_tree or problem.has_cache
         return Tile(16, 16, 8, 1) if is_heavy else Tile(_up_to(32, rows), 32, 8, 1)
     if rows <= 16:
-        return Tile(16, 32 if width <= 128 else 16, 8, 3)
+        return Tile(16, 32 if width <= 128 else 16, 8, 2 if problem.has_cache else 3)
     if width <= 64 or (width <= 128 and has_warpgroup_mma(device)):
         return Tile(64, 32, 8, 2)
     return Tile(16, 64 if width <= 128 else 32, 8, 2)

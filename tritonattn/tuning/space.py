@@ -12,12 +12,21 @@ from ..console import count
 from ..device import Device
 from ..plan import HOPPER, plan
 from ..problem import Problem
-from .config import HOPPER_FORMS, KernelConfig, blocks, invalid, whole_block, why_no_boxes
+from .config import (
+    HOPPER_FORMS,
+    KernelConfig,
+    blocks,
+    has_few_rows,
+    invalid,
+    whole_block,
+    why_no_boxes,
+)
 from .heuristics import heuristic, portable
 from .keys import family_of, log2
 
 # What has won on an H200, or was within a percent of what did.
 DEPTHS = (2, 4, 5)  # stages: behind a look-up of page ids, 3 is what 4 is, and 6 what 5 is
+FEW_ROWS_DEPTHS = (2, 3, 4)  # where page ids are looked up a tile ahead
 A_WARPS = (1536, 5120)  # numbers of a key tile for each warp, where few queries wait for memory
 ROWS_A_WARP = 16
 
@@ -51,7 +60,8 @@ def _is_likely(
         return is_even or width > 256
     least, most = A_WARPS
     fits = least <= config.block_n * width // config.num_warps <= most
-    return fits and config.num_stages in DEPTHS
+    depths = FEW_ROWS_DEPTHS if has_few_rows(config, problem) else DEPTHS
+    return fits and config.num_stages in depths
 
 
 def _tried(problem: Problem, device: Device) -> list[KernelConfig]:
