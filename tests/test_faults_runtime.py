@@ -195,7 +195,8 @@ def test_attention_asks_no_tensor_for_its_value(function, num_splits, monkeypatc
 
         return method
 
-    monkeypatch.setattr(attend, "is_traced", lambda _: False)  # what the operator does, no mode sees
+    # What the operator does, no mode sees.
+    monkeypatch.setattr(attend, "is_traced", lambda _: False)
     with recorded(H200) as launches, Refusal():
         for name in VALUE_METHODS:
             monkeypatch.setattr(torch.Tensor, name, refuse(name))
