@@ -119,6 +119,24 @@ def test_attention_of_huge_bfloat16_is_finite(path, device):
 
 
 @every_path
+@pytest.mark.parametrize("best", [3, 150, 299])
+def test_attention_of_huge_scores_takes_the_largest(path, best, device):
+    """Its kind: many keys, whose scores float32 does not tell from one another but for one."""
+    q = torch.full((1, 1, 64), 133120.0, dtype=BF16)
+    k = torch.full((300, 1, 64), 133120.0, dtype=BF16)
+    v = torch.randn(300, 1, 64, generator=torch.Generator().manual_seed(0)).to(BF16)
+    args, options = arrange(path, q, k, torch.full_like(v, 3.0), device)
+    out, lse = path(*args, **options, return_lse=True)
+    assert (out == 3.0).all()
+    assert lse.isfinite().all()
+    k[best] = 134144.0
+    args, options = arrange(path, q, k, v, device)
+    out, lse = path(*args, **options, return_lse=True)
+    assert torch.equal(out[0].cpu(), v[best])
+    assert lse.isfinite().all()
+
+
+@every_path
 def test_attention_of_float32_is_not_computed_in_tf32(path, device):
     """triton 1671: with 10 bits of mantissa 4097 is 4096, and both keys weigh .5."""
     q, k = torch.zeros(1, 1, 16), torch.zeros(2, 1, 16)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+HUGE: tl.constexpr = tl.constexpr(2.0**20)
 
 
 class Scoring(NamedTuple):
@@ -146,6 +147,9 @@ def step(
     IS_RISING: nor does the maximum, as no factor is negative.
     """
     highest = tl.max(qk, 1) * factor if IS_PRODUCT and IS_RISING else tl.max(s, 1)
+    # A product and its difference d from the maximum may be rounded only once: d of the maximum is
+    # what that was rounded by, then, and not 0.  Huge ones are lowered, so that d is cut off at 0.
+    highest -= tl.where(tl.abs(highest) > HUGE, tl.abs(highest) * 2.0**-22, 0.0)
     m_new = tl.maximum(row_max, highest)
     shift = finite(m_new) if MASKED else m_new
     if IS_PRODUCT:
@@ -153,7 +157,7 @@ def step(
         d = tl.fma(qk, tl.broadcast_to(factor[:, None], qk.shape), below)
     else:
         d = s - shift[:, None]
-    p = power(d, False)
+    p = power(tl.minimum(d, 0.0, propagate_nan=tl.PropagateNan.ALL), False)
     alpha = power(row_max - shift, False)
     return p, alpha, m_new, add(row_sum, alpha, p)
 

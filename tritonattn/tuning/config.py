@@ -207,6 +207,8 @@ def converts_pairs(config: KernelConfig, problem: Problem, device: Device) -> bo
         and config.block_m <= 32
         and problem.dtype.itemsize == 2
         and problem.head_dim % 2 == problem.head_dim_v % 2 == 0
+        # Products are of 16 dims at least, and of half a block here.
+        and min(*blocks(problem.head_dim, problem.dtype, device), problem.head_dim_v) > 16
     )
 
 

@@ -84,11 +84,12 @@ def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, is_padding, SPEC: 
 
 
 @gluon.jit
-def judge(P: gl.constexpr, row_sum, rows, tiles, slot, failed, bars):
-    """Tell the scheduler whether a row's weights were too large, or vanished."""
+def judge(P: gl.constexpr, row_max, row_sum, rows, tiles, slot, failed, bars):
+    """Tell the scheduler whether a row's weights were too large, or vanished, or may be wrong."""
     offs = P * row_sum.shape[0] + gl.arange(0, row_sum.shape[0], row_sum.type.layout)
     is_row = (offs < ring.field(tiles, slot, ring.ROWS, 4)) & (rows.first < rows.last)
     is_right = (row_sum > 0.0) & (row_sum < float("inf"))  # NaN is not
+    is_right = is_right & (gl.abs(row_max) < scores.HUGE)
     is_first_time = ring.field(tiles, slot, ring.FULL_LOW, 4) < ring.NONE
     has_failed = is_row & ~is_right & is_first_time
     failed.index(slot * ring.CONSUMERS + P).store(has_failed.to(gl.int32))
@@ -153,7 +154,7 @@ def consume(
         phase = ring.phase(keys - 1, SPEC.STAGES)
         acc = add_values(sums, vs, stage, phase, tile, bars, False, SPEC)
         row_sum = scores.whole_sums(sums.row_sum, ROWS, SPEC)
-        judge(P, row_sum, rows, tiles, slot, failed, bars)
+        judge(P, sums.row_max, row_sum, rows, tiles, slot, failed, bars)
         # The next tile's first product begins before this one's end.
         count += 1
         n, qk = begin_tile(P, count, keys, qs, ks, tiles, bars, SPEC)

@@ -11,9 +11,13 @@ from triton.experimental.gluon import language as gl
 
 from .. import masks
 from . import ring
+from .products import rescale
 from .spec import LANES as _LANES
 
 LANES = gl.constexpr(_LANES)
+# A product and its difference from a maximum, if rounded once, are not 0 for the maximum but what
+# that was rounded by: of no matter up to here, from where on a tile is announced again.
+HUGE = gl.constexpr(2.0**29)
 SLACK = gl.constexpr(8.0)  # in base 2, by which a maximum may grow before sums are rescaled
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -116,17 +120,27 @@ def row_bias(rows, key, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def times(x, factor, IS_PLAIN: gl.constexpr):
+    """x by a scalar, or [M], positive or not; but for IS_PLAIN, rounded before all else."""
+    factor = factor + gl.zeros([x.shape[0]], gl.float32, gl.SliceLayout(1, x.type.layout))
+    if IS_PLAIN:
+        return x * gl.expand_dims(factor, 1)
+    else:
+        return rescale(x, factor)
+
+
+@gluon.jit
 def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
-    """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; what they are multiplied with
-    last, ``gain``, is left to do, if is_folded.  -inf where a key is not seen; keys from ``limit``
-    on are not there.  If IS_PLAIN, every row sees them all."""
+    """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; -inf where one is not seen.  Keys
+    from ``limit`` on are not there.
+
+    If IS_PLAIN, every row sees them all; and what they are multiplied with last, ``gain``, is left
+    to do, if is_folded.
+    """
     offs_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
     x = qk
     if SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
-        unit = rows.unit
-        if SPEC.HAS_QUERY_SCALE:
-            unit = gl.expand_dims(unit, 1)
-        x = x * unit
+        x = times(x, rows.unit, IS_PLAIN)
     if SPEC.HAS_SOFTCAP:
         x = tanh(x, IS_ROUGH)
         if SPEC.HAS_ALIBI:
@@ -135,6 +149,8 @@ def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, 
         x = with_bias(x, rows, key, SPEC)
     if IS_PLAIN:
         return x
+    if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
+        x = times(x, rows.gain, IS_PLAIN)
     last = gl.minimum(rows.last, limit) - key
     if SPEC.HAS_LEFT or SPEC.HAS_CHUNK:
         is_seen = masks.is_visible(offs_n, rows.first - key, last)
@@ -180,8 +196,6 @@ def raise_max(x, row_max, rows, key, dtype: gl.constexpr, SPEC: gl.constexpr):
     It is raised only where it would grow by more than SLACK: what is scaled by 1 need not be.
     """
     most = gl.max(x, 1)
-    if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
-        most = most * rows.gain
     most += row_bias(rows, key, SPEC) + lift(dtype)
     most = gl.where(most > row_max + SLACK, most, row_max)
     alpha = gl.exp2(row_max - gl.where(most == float("-inf"), 0.0, most))
@@ -189,9 +203,9 @@ def raise_max(x, row_max, rows, key, dtype: gl.constexpr, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def weigh(x, shift, rows, SPEC: gl.constexpr):
+def weigh(x, shift, rows, IS_PLAIN: gl.constexpr, SPEC: gl.constexpr):
     """[M, BLOCK_N] weights."""
-    if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
+    if IS_PLAIN and is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
         x = x * rows.gain
     return gl.exp2(x - gl.expand_dims(shift, 1))
 

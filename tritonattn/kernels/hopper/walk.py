@@ -121,7 +121,7 @@ def first_tile(qk, tile, rows, acc, row_max, row_sum, SPEC: gl.constexpr, dtype:
     key = key_of(0, tile, SPEC)
     x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), False, dtype == gl.bfloat16, SPEC)
     row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, dtype, SPEC)
-    w = scores.weigh(x, shift, rows, SPEC)
+    w = scores.weigh(x, shift, rows, False, SPEC)
     row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
     rest = 0
     if SPEC.FORM & MID:
@@ -167,19 +167,19 @@ def next_tile(
     if SPEC.FORM & MID:
         a, b = halves(x)
         shift = gl.convert_layout(shift, gl.SliceLayout(1, a.type.layout), assert_trivial=True)
-        a = scores.weigh(a, shift, rows, SPEC)
+        a = scores.weigh(a, shift, rows, IS_PLAIN, SPEC)
         row_sum += scores.row_sums_like(row_sum, a, SPEC)
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
         acc, a, b, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, a, b, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
         if not IS_PLAIN:
             acc = rescale(acc, alpha)
-        b = scores.weigh(b, shift, rows, SPEC)
+        b = scores.weigh(b, shift, rows, IS_PLAIN, SPEC)
         row_sum += scores.row_sums_like(row_sum, b, SPEC)
         p = operand(a, dtype, WEIGHTS)
         rest = operand(b, dtype, WEIGHTS)
     else:
-        w = scores.weigh(x, shift, rows, SPEC)
+        w = scores.weigh(x, shift, rows, IS_PLAIN, SPEC)
         row_sum += scores.row_sums(w, SPEC)
         p = gl.convert_layout(w.to(dtype), WEIGHTS)
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
