@@ -51,15 +51,15 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
 
 def portable(problem: Problem, device: Device) -> KernelConfig:
     """The first configuration that fits, from the one that suits best to ever smaller ones."""
-    if device.is_interpreter:
-        # A tile costs about the same whatever its size: few and large ones.
-        rows = max(16, min(128, _power(problem.max_q * problem.group)))
-        return KernelConfig(rows, 64, min(problem.group, rows), 4, 1)
-
     queries = problem.max_q
     if problem.batch_invariant:
         # Nothing that depends on the batch may choose: not the bound on its queries either.
         queries = 1 if problem.is_decode else MANY
+    if device.is_interpreter:
+        # A tile costs about the same whatever its size: few and large ones.
+        rows = max(16, min(128, _power(queries * problem.group)))
+        return KernelConfig(rows, 64, min(problem.group, rows), 4, 1)
+
     for tile in _smaller(_best(problem, device, queries * problem.group)):
         # A few long sequences beside many short ones: tiles of the short ones would be empty.
         is_short = queries < 2 * tile.rows or problem.total_q <= SHORT * problem.batch
