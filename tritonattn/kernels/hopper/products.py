@@ -34,7 +34,7 @@ def multiply_or_leave(count):
         f"setp.neu.or.f32 p, {factor[2]}, 1.0, p;",
         "vote.sync.any.pred p, p, 0xffffffff;",
         "@!p bra LEAVE;",
-        *(f"mul.f32 ${i}, ${i}, {factor[i]};" for i in range(count)),
+        *(f"mul.rn.f32 ${i}, ${i}, {factor[i]};" for i in range(count)),
         "LEAVE: }",
     ]
     return " ".join(lines)
