@@ -137,6 +137,16 @@ def test_attention_of_huge_scores_takes_the_largest(path, best, device):
 
 
 @every_path
+def test_attention_to_one_key_gives_its_value_to_the_last_bit(path, device):
+    """A weight is exactly 1 there, however the score was rounded."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(40, 1, 64, generator=gen).to(torch.float16) for _ in range(3))
+    args, options = arrange(path, q, k, v, device, window_size=(0, 0))
+    options["out"] = torch.empty(40, 1, 64, device=device)  # float32, which shows it
+    assert torch.equal(path(*args, **options).cpu(), v.float())
+
+
+@every_path
 def test_attention_of_float32_is_not_computed_in_tf32(path, device):
     """triton 1671: with 10 bits of mantissa 4097 is 4096, and both keys weigh .5."""
     q, k = torch.zeros(1, 1, 16), torch.zeros(2, 1, 16)

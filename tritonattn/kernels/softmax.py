@@ -147,9 +147,11 @@ def step(
     IS_RISING: nor does the maximum, as no factor is negative.
     """
     highest = tl.max(qk, 1) * factor if IS_PRODUCT and IS_RISING else tl.max(s, 1)
-    # A product and its difference d from the maximum may be rounded only once: d of the maximum is
-    # what that was rounded by, then, and not 0.  Huge ones are lowered, so that d is cut off at 0.
-    highest -= tl.where(tl.abs(highest) > HUGE, tl.abs(highest) * 2.0**-22, 0.0)
+    if not MASKED:
+        # A product and its difference d from the maximum may be rounded only once: d of the maximum
+        # is what that was rounded by, then, and not 0.  Huge ones are lowered, so that d is cut off
+        # at 0.  A mask stands between the two.
+        highest -= tl.where(tl.abs(highest) > HUGE, tl.abs(highest) * 2.0**-22, 0.0)
     m_new = tl.maximum(row_max, highest)
     shift = finite(m_new) if MASKED else m_new
     if IS_PRODUCT:
@@ -157,7 +159,9 @@ def step(
         d = tl.fma(qk, tl.broadcast_to(factor[:, None], qk.shape), below)
     else:
         d = s - shift[:, None]
-    p = power(tl.minimum(d, 0.0, propagate_nan=tl.PropagateNan.ALL), False)
+    if not MASKED:
+        d = tl.minimum(d, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    p = power(d, False)
     alpha = power(row_max - shift, False)
     return p, alpha, m_new, add(row_sum, alpha, p)
 

@@ -85,13 +85,8 @@ def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPE
             tile.visible, SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, MASKED,
         )  # fmt: skip
     else:
-        IS_PLAIN: tl.constexpr = not (SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI)
+        IS_PRODUCT: tl.constexpr = not (MASKED or SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI)
         IS_RISING: tl.constexpr = not SPEC.HAS_SIGNED_SCALE
-        IS_PRODUCT: tl.constexpr = IS_PLAIN and (IS_RISING or not MASKED)
-        factor = row_scale * softmax.LOG2E
-        if IS_PRODUCT and MASKED:
-            qk = tl.where(tile.visible, qk, float("-inf"))
-            factor = tl.maximum(factor, 1e-37)  # -inf times it stays -inf
         s = softmax.logits(
             qk, row_scale, rows.softcap, rows.slopes, rows.pos, tile.offs_n,
             SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI,
@@ -99,7 +94,7 @@ def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPE
         if MASKED:
             s = tl.where(tile.visible, s, float("-inf"))
         p, alpha, row_max, row_sum = softmax.step(
-            row_max, row_sum, s, qk, factor, MASKED, IS_PRODUCT, IS_RISING
+            row_max, row_sum, s, qk, row_scale * softmax.LOG2E, MASKED, IS_PRODUCT, IS_RISING
         )
     return round_to(p, rows.q[0].dtype, SPEC.INTERPRETED), alpha, row_max, row_sum
 
