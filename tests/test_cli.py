@@ -226,9 +226,10 @@ def test_explain_shows_the_whole_way_of_a_call_for_a_gpu_that_is_not_here(
     said = capsys.readouterr().out
     for part in (
         "decode, 9/3 heads of 64, 1 x 1 on 8192", "pages of 16", "shares", "16 x 128 tile",
-        "the heuristic", "for sm_90", "registers", "KiB shared memory", "no spills",
+        "the heuristic", "for sm_90", "registers", "KiB shared memory", "spill",
     ):  # fmt: skip
         assert part in said, part
+    assert "in loops" not in said  # triton 3.8 puts two registers aside around them
 
 
 def test_explain_shows_one_call_of_each_kernel_and_cache(

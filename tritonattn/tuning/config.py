@@ -165,6 +165,8 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
             return max(queries, n * max(d, dv) * itemsize, probabilities)
         if device.arch == "gfx950":  # copies past the registers, to rows that are padded
             return max(queries, stages * keys * 33 // 32 + probabilities)
+        if has_few_rows(config, problem):
+            probabilities *= 2  # triton 3.8 lays out as much again
         return max(queries, (stages - 1) * keys + probabilities)
 
     if not has_tensor_cores(device):  # operands widened to float32, and no copies in flight
