@@ -216,7 +216,7 @@ def test_a_forced_configuration_is_obeyed():
     (launch,) = launches
     spec: Any = launch.constants["SPEC"]
     assert (spec.BLOCK_M, spec.BLOCK_N, spec.PACK) == (32, 128, 2)
-    assert launch.options == (8, 3)
+    assert launch.options[:2] == (8, 3)
 
 
 @pytest.mark.parametrize("change", [{"block_n": 24}, {"pack": 8}, {"num_stages": 8}])

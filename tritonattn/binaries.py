@@ -38,6 +38,8 @@ _TYPES = {
 class Options(NamedTuple):
     num_warps: int = 4
     num_stages: int = 1
+    # Programmatic dependent launch: the kernel waits for the one before it by ``gdc_wait``.
+    launch_pdl: bool = False
 
 
 class Work(NamedTuple):

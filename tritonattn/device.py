@@ -48,6 +48,11 @@ class Device:
         return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 89
 
     @property
+    def launches_early(self) -> bool:
+        """Whether a kernel may be launched while the one before it ends."""
+        return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 90
+
+    @property
     def title(self) -> str:
         """How a message names it: ``NVIDIA H200 (sm_90)``."""
         arch = f"sm_{self.arch}" if self.backend == "cuda" else self.arch

@@ -87,7 +87,7 @@ def prepare(
     return Work(
         attention_kernel, grid,
         _arguments(call, problem, kind, plan, config, spec, out, lse, partial), {"SPEC": spec},
-        Options(config.num_warps, config.num_stages), settle,
+        Options(config.num_warps, config.num_stages, launch_pdl=spec.EARLY), settle,
     )  # fmt: skip
 
 
@@ -247,5 +247,6 @@ def make_spec(
         _share_step(share_rows, problem, config),
         aligned,
         config.form == "boxes",
+        gpu.launches_early,
         gpu.is_interpreter,
     )

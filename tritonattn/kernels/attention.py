@@ -9,6 +9,7 @@ functions are this kernel with other sources of keys.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import softmax
 from .casts import split_power
@@ -179,6 +180,9 @@ def attention_kernel(
         q, k, v, k_cache, v_cache, k_scale, v_scale, table, batch, scoring, masking
     )  # fmt: skip
     walks = num_kv_heads * HEAD_BLOCKS
+    if SPEC.EARLY:
+        gdc_wait()  # nothing is read before
+        gdc_launch_dependents()
 
     # Programs that share keys and values stand next to each other; late query tiles, which see most
     # keys, come first.

@@ -45,4 +45,5 @@ class Spec(NamedTuple):
     SHARE_STEP: int  # of its parts, those whose loads are on their way at once
     ALIGNED: bool  # every row starts on 16 bytes
     BOXES: bool  # packed keys and values come as descriptors [heads, tokens, dim]
+    EARLY: bool  # launched while the kernel before it ends, and waits for that itself
     INTERPRETED: bool
