@@ -62,6 +62,14 @@ FOUND = {
             "return_lse": True,
         },
     ),
+    # Sums of 32 products still did, and in two rows PyTorch's own error may be small by chance.
+    "two rows": Case(
+        "prefix_attention", (900, 871, 900), (0, 1, 1), heads=(8, 8), head_dims=(48, 32),
+        dtype=torch.float32, page_size=30, padding_rows=3, pool_layout="sliced", table="int64",
+        alibi=2, option_dtype=torch.float64, query_scale=True, tree_mask=True, kv_scale="[1]",
+        out="contiguous", poison="inf", seed=656556711,
+        options={"softmax_scale": -0.5, "window_size": (None, None), "num_splits": 3},
+    ),
     # Beside that a cap, which makes 1e-7 of tanh 3e-6 of a score.
     "cap": Case("varlen_attention", (16, 1), **CAPPED),
     "cap, another length": Case("varlen_attention", (16, 2), **CAPPED),
@@ -73,7 +81,7 @@ def test_attention_of_float32_keeps_to_the_budget(case: Case, device: torch.devi
     check(case, device=device)
 
 
-@pytest.mark.parametrize(("dim", "count"), [(40, 2), (88, 3), (150, 5)])
+@pytest.mark.parametrize(("dim", "count"), [(40, 3), (88, 6), (150, 5)])
 def test_attention_of_float32_adds_up_any_number_of_blocks(
     dim: int, count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def blocks(dim: int, dtype: torch.dtype, device: Device) -> tuple[int, ...]:
     product after the other.  The interpreter sums in float64.
     """
     if dtype == torch.float32 and not device.is_interpreter:
-        width = 16 if dim <= 16 else 32
+        width = 16 if dim <= 128 else 32
         return (width,) * -(-dim // width)
     whole = whole_block(dim)
     half = whole // 2
