@@ -6,20 +6,23 @@ Scores are looked at in groups of GROUP of a thread: if one of a warp's is above
 that group is computed as everywhere else.
 """
 
+import struct
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 GROUP = gl.constexpr(8)
 LIMIT = gl.constexpr(1.0)
-# tanh y = y p(y^2), to 7e-6 of itself for |y| <= LIMIT; p's coefficients, the lowest first.
-SERIES = gl.constexpr((0.9999930895, -0.3329806538, 0.1303681163, -0.04481755848, 0.009036425463))
+# tanh y = y p(y^2) for |y| <= LIMIT, to 7e-6 or 6e-7 of itself: p's coefficients, lowest first.
+ROUGH = gl.constexpr((0.9999930895, -0.3329806538, 0.1303681163, -0.04481755848, 0.009036425463))
+FINE = gl.constexpr(
+    (0.9999994136, -0.3332904234, 0.1328143362, -0.05160566961, 0.01674311278, -0.003067060268)
+)
 
 
 @gluon.constexpr_function
 def number(x):
     """A float32 in PTX."""
-    import struct
-
     return "0f" + struct.pack(">f", x).hex().upper()
 
 
@@ -64,7 +67,8 @@ def capped_ptx(count, is_rough, is_weight):
     other, each step waiting for the one before.  Between two of them stand a group's polynomials,
     exponentials of the group before, and whether the next one's are small.
     """
-    group, series = GROUP.value, SERIES.value
+    group = GROUP.value
+    series = ROUGH.value if is_rough else FINE.value
     terms = range(len(series))
     x, rest, limit, unit, gain = (
         [f"${(1 + position) * count + i}" for i in range(count)] for position in range(5)
@@ -134,9 +138,10 @@ def limit_of(is_row, unit, gain):
     """[M] numbers up to which a polynomial may be their tanh.  What is no row's has no say: the
     others' results would depend on what it is."""
     square = unit * unit
-    last = gain * unit * square * square * square * square
+    last = gain * unit * square * square * square * square * square
     limit = gl.where(is_row, LIMIT / unit, float("inf"))
-    return gl.where((last > 2.0**-100) & (last < float("inf")), limit, -1.0)
+    # None where coefficients for products, which are those times powers of unit, are out of range.
+    return gl.where((last > 2.0**-116) & (last < float("inf")), limit, -1.0)
 
 
 @gluon.jit
