@@ -48,9 +48,7 @@ def run(ptx: str, operands: list[Lanes]) -> tuple[list[Lanes], Counter[str]]:
         code.append(line.strip())
 
     def value(name: str) -> Lanes:
-        if name.startswith("0f"):
-            return np.full(LANES, int(name[2:], 16), np.uint32).view(np.float32)
-        return registers[name]
+        return registers[name] if name in registers else np.full(LANES, name, np.float32)
 
     counts: Counter[str] = Counter()
     at = 0

@@ -6,8 +6,6 @@ Scores are looked at in groups of GROUP of a thread: if one of a warp's is above
 that group is computed as everywhere else.
 """
 
-import struct
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -21,23 +19,17 @@ FINE = gl.constexpr(
 
 
 @gluon.constexpr_function
-def number(x):
-    """A float32 in PTX."""
-    return "0f" + struct.pack(">f", x).hex().upper()
-
-
-@gluon.constexpr_function
 def tanh_ptx(x, is_rough):
     """PTX that turns x into its tanh: see ``tanh``."""
     if is_rough:
         return [f"tanh.approx.f32 {x}, {x};"]
     # 1 - 2 / (e^2x + 1) has no inf / inf at either end.
     return [
-        f"mul.f32 {x}, {x}, 0f4038AA3B;",  # 2 log2(e)
+        f"mul.f32 {x}, {x}, 2.8853900817779268;",  # 2 log2(e)
         f"ex2.approx.ftz.f32 {x}, {x};",
-        f"add.f32 {x}, {x}, 0f3F800000;",
+        f"add.f32 {x}, {x}, 1.0;",
         f"rcp.approx.ftz.f32 {x}, {x};",
-        f"fma.rn.f32 {x}, {x}, 0fC0000000, 0f3F800000;",
+        f"fma.rn.f32 {x}, {x}, -2.0, 1.0;",
     ]
 
 
@@ -115,7 +107,7 @@ def capped_ptx(count, is_rough, is_weight):
         f"mul.f32 square, {unit[0]}, {unit[0]};",
     ]
     for k in terms:  # so that gain tanh(unit x) = x p(x^2)
-        lines += ["mul.f32 f, f, square;"] * (k > 0) + [f"mul.f32 k{k}, f, {number(series[k])};"]
+        lines += ["mul.f32 f, f, square;"] * (k > 0) + [f"mul.f32 k{k}, f, {series[k]};"]
     lines += [*is_wide(0), "@p bra WIDE0;"]
     for way, name, other in ((narrow, "NARROW", "@p bra WIDE"), (wide, "WIDE", "@!p bra NARROW")):
         for start in range(0, count, group):
