@@ -72,21 +72,20 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @every_function
-@every_dtype
 @pytest.mark.parametrize("feature", FEATURES)
-def test_large_scores_among_small_ones(function: str, dtype, feature: str, device) -> None:
+def test_large_scores_among_small_ones(function: str, feature: str, device) -> None:
     fields = dict(FEATURES[feature])
     fields["options"] = fields.get("options", {}) | {"softcap": 20.0}
-    case = dataclasses.replace(LONG, function=function, dtype=dtype, **fields)
+    case = dataclasses.replace(LONG, function=function, **fields)
     args, options = mixed(case, device)
     check(function, *args, **options, return_lse=True)
 
 
-@pytest.mark.parametrize("form", ["plain", "lanes+mid", "turns+lanes+drawn"])
+@pytest.mark.parametrize("form", ["lanes+mid", "turns+lanes"])
 @pytest.mark.parametrize("block_n", [64, 128])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 128)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 def test_large_scores_in_any_form(form: str, block_n: int, dims: tuple[int, int], device) -> None:
-    case = dataclasses.replace(LONG, head_dims=dims, options={"softcap": 20.0})
+    case = dataclasses.replace(LONG, head_dims=dims, dtype=fp16, options={"softcap": 20.0})
     args, options = mixed(case, device)
     with hopper.preferred(form=form, block_n=block_n, num_stages=2):
         check(case.function, *args, **options, return_lse=True)
