@@ -182,13 +182,16 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
         if has_few_rows(config, problem):
             paged = packed
             queries *= 2 if problem.cache_format and problem.has_new else 1  # in both formats
+    is_latent = reads_values_as_keys(problem, device)
+    # Where there are fewer keys than a tile, latent ones pass through once more.
+    dims = max(paged * d, 2 * dv) if is_latent else paged * (d + dv)
     if problem.cache_format and not problem.has_new and packed < stages:
         # Bytes until they are multiplied; values may pass through once more as 16-bit numbers.
-        flight = paged * n * (d + dv)
+        flight = n * dims
         if not (problem.rows_aligned and converts_pairs(config, problem, device)):
             flight += n * max(d, dv) * itemsize
         return queries + flight + probabilities + tree + 1024
-    flight = packed * keys if problem.has_new else paged * keys
+    flight = packed * keys if problem.has_new else n * dims * itemsize
     if problem.has_new and problem.has_cache:
         flight = max(packed, paged) * keys
     return queries + flight + probabilities + tree + 1024
@@ -211,6 +214,15 @@ def converts_pairs(config: KernelConfig, problem: Problem, device: Device) -> bo
         and problem.head_dim % 2 == problem.head_dim_v % 2 == 0
         # Products are of 16 dims at least, and of half a block here.
         and min(*blocks(problem.head_dim, problem.dtype, device), problem.head_dim_v) > 16
+    )
+
+
+def reads_values_as_keys(problem: Problem, device: Device) -> bool:
+    """Whether latent keys are loaded once, as their first block covers just the values' dims."""
+    return (
+        problem.is_latent
+        and problem.dtype.itemsize == 2
+        and blocks(problem.head_dim, problem.dtype, device)[0] == whole_block(problem.head_dim_v)
     )
 
 
