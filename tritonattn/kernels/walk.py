@@ -65,7 +65,7 @@ def multiply_blocks(
 def multiply_keys(rows, source, tile, FORMAT: tl.constexpr, GUARDED: tl.constexpr, SPEC):
     """q k^T [BLOCK_M, BLOCK_N], and the keys' dims that the first of BLOCKS covers, for where they
     are the values too."""
-    blocks = None
+    blocks = ()
     if rows.q[0].dtype == tl.float32:
         qk = multiply_blocks(rows, source, tile, 0, len(SPEC.BLOCKS), FORMAT, GUARDED, SPEC)
     else:
