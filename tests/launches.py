@@ -135,6 +135,7 @@ CORE = [
     Case("decode, sinks and window, D 64", dims=(64, 64), extras="sinks window", **DECODE),
     Case("decode, all options, e4m3, page 24", extras=ALL, cache=e4m3, page=24, **DECODE),
     Case("decode, D 576/512", **LATENT, **DECODE),
+    Case("decode, D 576/512, latent", extras="latent", **LATENT, **DECODE),
     Case("decode, float32", dtype=f32, **DECODE),
     Case("write", function="write_kv_cache"),
     Case("write, e4m3", function="write_kv_cache", cache=e4m3, extras="scales"),
@@ -165,12 +166,19 @@ MORE = [
     Case("decode, 71 heads a KV head", group=71, dims=(64, 64), extras="alibi", **DECODE),
     Case("decode, D 256", dims=(256, 256), extras="window sinks", **DECODE),
     Case("decode, D 576/512, e4m3", cache=e4m3, **LATENT, **DECODE),
+    Case("decode, D 576/512, latent, e4m3", extras="latent scales", cache=e4m3, **LATENT, **DECODE),
+    Case("decode, D 96/64, latent, all options, e5m2", dims=(96, 64), extras="latent " + ALL,
+         cache=e5m2, **DECODE),
+    Case("two queries, D 576/512, latent", extras="latent", q_len=2, **LATENT, **PAGED),
+    Case("chunked prefill, D 576/512, latent", extras="latent", **LATENT, **PAGED),
+    Case("chunked prefill, D 96/64, latent", dims=(96, 64), extras="latent", **PAGED),
+    Case("tree, D 576/512, latent", extras="latent tree", q_len=8, **LATENT, **PAGED),
     Case("decode, float32, D 256", dims=(256, 256), dtype=f32, **DECODE),
     Case("write, rows off 16 bytes", function="write_kv_cache", extras="unaligned"),
     Case("write, e5m2", function="write_kv_cache", cache=e5m2),
     Case("gather", function="gather_kv_cache"),
     Case("append, ragged", function="append", extras="ragged", q_len=1),
-]
+]  # fmt: skip
 
 # The kernel for sm_90, which the cases above leave to the portable one.
 HOPPER_CORE = [
@@ -223,7 +231,8 @@ def prepare(
     if "scales" in has:
         scales = {"k_scale": torch.ones(kv_heads), "v_scale": torch.ones(kv_heads)}
     k, v = rows(total_q, kv_heads, dim), rows(total_q, kv_heads, dim_v)
-    k_cache, v_cache = pages(dim), pages(dim_v)
+    k_cache = pages(dim)
+    v_cache = k_cache[..., :dim_v] if "latent" in has else pages(dim_v)
     table = ints(batch, -(-keys // case.page))
     if case.function == "write_kv_cache":
         slots = ints(total_q, kind=torch.int64)

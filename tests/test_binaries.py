@@ -214,6 +214,35 @@ def test_paged_attention_repeats_no_aligned_launch_for_rows_off_16_bytes(log: li
     assert [how for how, *_ in log][-1:] == ["again"]
 
 
+@pytest.mark.parametrize("is_latent_first", [True, False])
+@torch.no_grad()
+def test_paged_attention_repeats_no_launch_of_values_that_lie_elsewhere(
+    is_latent_first: bool, log: list[tuple]
+) -> None:
+    """Whether values lie in the keys is known by addresses, in which calls alike may differ."""
+    q, _, _, *rest = decode()
+    q, pools = q.bfloat16(), torch.empty(2, 4, 16, 2, 64, dtype=torch.bfloat16)
+    pairs = [(pools[0], pools[i][..., :32]) for i in (0, 1)]
+    assert pairs[0][1].stride() == pairs[1][1].stride()
+    if not is_latent_first:
+        pairs.reverse()
+
+    def launches(pair: tuple[torch.Tensor, ...]) -> tuple[set[str], list[tuple]]:
+        log.clear()
+        named = results(tritonattn.paged_attention(q, *pair, *rest))
+        return {how for how, *_ in log}, [
+            (*run[1:5], [named.get(leaf, leaf) for leaf in run[5]]) for run in log
+        ]
+
+    truth = []
+    for pair in pairs:
+        launch.forget()
+        truth.append(launches(pair)[1])
+    launch.forget()
+    assert [launches(pair) for pair in pairs] == [({"first"}, runs) for runs in truth]
+    assert [launches(pair) for pair in pairs] == [({"again"}, runs) for runs in truth]
+
+
 @torch.no_grad()
 def test_paged_attention_copies_a_strided_query_scale_at_every_call(log: list[tuple]) -> None:
     """The kernel reads it packed, so no launch of it can be repeated by address."""

@@ -115,6 +115,7 @@ def test_arguments_that_are_wrong_are_explained(
         (["explain", "--preset", "custom"], "--heads 32/8"),
         (["explain", "--heads", "7/2", "--head-dims", "64"], "no multiple"),
         (["explain", "--heads", "8/2", "--head-dims", "640"], "576/512"),
+        (["explain", "--heads", "8/1", "--head-dims", "64", "--latent"], "part of the keys"),
         (["explain", "--preset", "smollm2", "--heads", "8/2"], "custom"),
         (["explain", "--kernel", "decode", "--shape", "1x4@8"], "one query a"),
         (["explain", "--sms", "9"], "--target"),

@@ -56,7 +56,7 @@ def test_key_has_buckets_and_classes_not_sizes() -> None:
     for change in (
         {"max_k": 8193}, {"max_k": 4096}, {"total_q": 33}, {"page_size": 64}, {"page_size": 24},
         {"has_softcap": True}, {"dtype": torch.float16}, {"group": 5},
-        {"cache_dtype": torch.float8_e5m2}, {"head_dim_v": 64},
+        {"cache_dtype": torch.float8_e5m2}, {"head_dim_v": 64}, {"is_latent": True},
     ):  # fmt: skip
         assert key_of(dataclasses.replace(PROBLEM, **change)) != KEY, change
 
@@ -80,6 +80,7 @@ def test_key_of_batch_invariant_calls_does_not_depend_on_the_batch(family: str) 
     [
         Layer(4, 2, 16), Layer(6, 2, 16, 24, window=5, sinks=True), Layer(2, 1, 32, softcap=2.0),
         Layer(2, 2, 16, chunk=8, query_scale=True), Layer(3, 1, 16, alibi=True),
+        Layer(4, 1, 24, 16, latent=True),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("causal", [True, False])
@@ -106,7 +107,8 @@ def test_distance_is_none_where_other_tiles_would_be_right() -> None:
     assert distance(quantised, quantised._replace(dtype="fp16")) is None
     for change in (
         {"family": "paged"}, {"dtype": "fp32"}, {"cache": "e5m2"}, {"head_dim": 64},
-        {"features": True}, {"invariant": True}, {"q": 3}, {"group": 32}, {"rows": 20, "k": 4},
+        {"features": True}, {"latent": True}, {"invariant": True}, {"q": 3}, {"group": 32},
+        {"rows": 20, "k": 4},
     ):  # fmt: skip
         assert distance(KEY, KEY._replace(**change)) is None, change
     assert distance(KEY, KEY._replace(page=1)) == distance(KEY._replace(page=1), KEY) == 2

@@ -84,6 +84,14 @@ def test_warmup_launches_what_later_calls_launch() -> None:
         options = {"sinks": True, "k_scale": True, "block_table": torch.zeros(1, dtype=torch.int64)}
         cache = {"page_size": 16, "cache_dtype": torch.float8_e4m3fn}
         warmup("paged_attention", **layer, **cache, max_batch=40, max_seqlen_k=2000, **options)
+        shared = {
+            "dtype": dtype,
+            "num_heads": 4,
+            "num_kv_heads": 1,
+            "head_dim": 96,
+            "head_dim_v": 64,
+        }
+        warmup("paged_attention", **shared, max_batch=9, max_seqlen_k=300)
         warmup("write_kv_cache", dtype=dtype, num_kv_heads=2, head_dim=64, page_size=16)
         warmup(api.varlen_attention, **layer, max_batch=3, max_seqlen_q=50, max_seqlen_k=50,
                return_lse=True, window_size=(7, 0))  # fmt: skip
@@ -101,6 +109,13 @@ def test_warmup_launches_what_later_calls_launch() -> None:
                 torch.empty(batch, 8, 64, dtype=dtype), pool, pool, table,
                 torch.zeros(batch, dtype=torch.int32), sinks=torch.zeros(8, dtype=dtype),
                 k_scale=torch.ones(2), max_seqlen_k=rng.choice((None, k)),
+            )  # fmt: skip
+            one = torch.zeros(1, 16, 1, 96, dtype=dtype).expand(20, -1, -1, -1)
+            api.paged_attention(
+                torch.empty(min(batch, 9), 4, 96, dtype=dtype), one,
+                rng.choice((one, one.clone()))[..., :64],
+                torch.zeros(min(batch, 9), rng.randint(1, 18), dtype=torch.int32),
+                torch.zeros(min(batch, 9), dtype=torch.int32),
             )  # fmt: skip
             lens = [rng.randint(1, 50) for _ in range(rng.randint(1, 3))]
             q, k_new = (torch.empty(sum(lens), n, 64, dtype=dtype) for n in (8, 2))

@@ -235,7 +235,8 @@ def paged_attention(
     Args:
         q: ``[total_q, Hq, D]``, float16, bfloat16 or float32, with stride 1 on its last axis;
             ``[B, Hq, D]`` where ``cu_seqlens_q`` is None.
-        k_cache, v_cache, block_table, block_indptr: as in ``prefix_attention``.
+        k_cache, v_cache, block_table, block_indptr: as in ``prefix_attention``.  Where v_cache is a
+            view of k_cache's first dims (latent attention), both are loaded once.
         seq_lens: ``[B]`` int32, tokens in the cache; below 0 counts as 0.
         cu_seqlens_q: ``[B + 1]`` int32, prefix sums of the numbers of queries; None: one each.
 

@@ -93,6 +93,7 @@ def attend(
             k_scale is None, v_scale is None, block_indptr is None, cu_seqlens_q is None,
             query_scale is None, alibi_slopes is None, sinks is None, tree_mask is None,
             starts % 16 == 0, None if out is None else addresses[-1] % 16 == 0, forced(),
+            addresses[1] == addresses[2],  # keys that may be values too
         )
         known = _recent.get(options)
         if known is None or not known.is_like(*tensors):

@@ -41,7 +41,7 @@ class Case:
     page_size: int = 16
     padding_rows: int = 0  # rows of q past cu_seqlens_q[-1]
     layout: str = "contiguous"  # of q, k and v: PACKED_LAYOUTS
-    pool_layout: str = "token_major"  # POOL_LAYOUTS
+    pool_layout: str = "token_major"  # POOL_LAYOUTS or "latent"
     table: str = "int32"  # or "int64", or "flat": with block_indptr
     max_seqlens: bool = False  # whether max_seqlen_q and max_seqlen_k are given
     alibi: int = 0  # 1: [Hq], 2: [B, Hq]

@@ -75,8 +75,14 @@ def kv_pool(
     layout: str = "token_major",
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``k_cache`` and ``v_cache`` as views with one of POOL_LAYOUTS; ``how`` is for ``normal``."""
+    """``k_cache`` and ``v_cache`` as views with one of POOL_LAYOUTS; ``how`` is for ``normal``.
+
+    Or "latent": the values are the keys' first dims, in the same memory, so no cache to write to.
+    """
     shape = (num_pages, page_size, heads)
+    if layout == "latent":
+        k = normal(*shape, dim, **how)
+        return k, k[..., :dim_v]
     if layout == "interleaved" and dim == dim_v:
         k, v = normal(num_pages, 2, page_size, heads, dim, **how).unbind(1)
         return k, v

@@ -38,6 +38,7 @@ from .tuning.config import (
     converts_pairs,
     has_few_rows,
     has_tensor_cores,
+    reads_values_as_keys,
     whole_block,
 )
 
@@ -112,7 +113,7 @@ def _arguments(
             k, v = (_boxed(x, spec, call.q) for x in (call.k, call.v))
     if call.k_cache is not None and call.v_cache is not None:
         k_cache, v_cache = pages(bytes_if_fp8(call.k_cache)), pages(bytes_if_fp8(call.v_cache))
-        if k_cache[1:] == v_cache[1:]:
+        if spec.IS_LATENT or k_cache[1:] == v_cache[1:]:
             v_cache = Pages(v_cache.ptr, None, None, None)
     masking = masking_of(call, problem)
     parts = None
@@ -229,6 +230,7 @@ def make_spec(
         and problem.dtype == torch.bfloat16
         and not (problem.has_new and gpu.backend == "hip"),
         has_few_rows(config, problem),
+        reads_values_as_keys(problem, gpu),
         _row_sums(problem, config, gpu),
         problem.has_cache,
         problem.has_new,

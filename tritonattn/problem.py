@@ -54,6 +54,7 @@ class Problem:
     has_sinks: bool = False
     has_query_scale: bool = False
     is_decode: bool = False  # one query a sequence, as no cu_seqlens_q says otherwise
+    is_latent: bool = False  # cached values are the keys' first dims, in the same memory
     has_scales: bool = False  # k_scale or v_scale, other than 1
     is_positive: bool = True  # softmax_scale
     rows_aligned: bool = True  # strides that keep every row on 16 bytes, if its tensor starts there

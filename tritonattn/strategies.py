@@ -134,6 +134,8 @@ def _cases(
     if function == "paged_attention" and draw(st.booleans()):
         q_lens = None
 
+    dims = draw(st.sampled_from(head_dims))
+    pool_layouts = POOL_LAYOUTS if dims[1] >= dims[0] else (*POOL_LAYOUTS, "latent")
     causal = maybe("causal", True, False)
     tree_mask = causal and maybe("tree_mask", False, True)
     sides = st.sampled_from((None, -1)) | st.integers(0, 2) | st.integers(0, max_len)
@@ -157,13 +159,13 @@ def _cases(
         k_lens=tuple(k for _, k in pairs),
         q_lens=q_lens,
         heads=draw(st.sampled_from(heads)),
-        head_dims=draw(st.sampled_from(head_dims)),
+        head_dims=dims,
         dtype=draw(st.sampled_from(dtypes)),
         cache_dtype=maybe("fp8", None, *FP8_DTYPES) if has_cache else None,
         page_size=draw(st.sampled_from(page_sizes)),
         padding_rows=0 if q_lens is None else maybe("padding_rows", 0, st.integers(1, 3)),
         layout=maybe("layout", *PACKED_LAYOUTS),
-        pool_layout=maybe("layout", *POOL_LAYOUTS) if has_cache else POOL_LAYOUTS[0],
+        pool_layout=maybe("layout", *pool_layouts) if has_cache else POOL_LAYOUTS[0],
         table=table,
         max_seqlens=maybe("max_seqlens", False, True),
         alibi=maybe("alibi_slopes", 0, 1, 2),

@@ -112,6 +112,16 @@ def refuse_grad(call: Call) -> None:
             rules.no_grad(call.function, name, value)
 
 
+def _is_latent(call: Call) -> bool:
+    """Whether all values are the first dims of their keys, in the same memory."""
+    k, v = call.k_cache, call.v_cache
+    if k is None or v is None or call.k is not None:
+        return False
+    axes = zip(k.shape[:3], k.stride()[:3], v.stride()[:3], strict=True)
+    lies_alike = all(n <= 1 or mine == other for n, mine, other in axes)
+    return lies_alike and v.shape[3] < k.shape[3] and v.data_ptr() == k.data_ptr()
+
+
 def _problem(call: Call, sizes: call_rules.Sizes, left: bool, right: bool) -> Problem:
     f, q = call.function, call.q
     bound_q = None if call.max_seqlen_q is None else rounded(call.max_seqlen_q)
@@ -151,6 +161,7 @@ def _problem(call: Call, sizes: call_rules.Sizes, left: bool, right: bool) -> Pr
         has_sinks=call.sinks is not None,
         has_query_scale=call.query_scale is not None,
         is_decode=is_decode,
+        is_latent=_is_latent(call),
         has_scales=any(isinstance(x, _Tensor) or x not in (None, 1) for x in scales),
         is_positive=call.softmax_scale is None or call.softmax_scale > 0,
         rows_aligned=all(x is None or rules.keeps_alignment(x) for x in (*sources, call.out)),

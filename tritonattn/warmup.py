@@ -67,6 +67,8 @@ def warmup(
             ``k_scale=True``, ``block_indptr=True``; ``block_table`` and ``out`` too, where they are
             not int32 and not left out.
 
+    Of one KV head with values of fewer dims than keys, ``paged_attention`` is compiled both for
+    values of their own and for latent ones, which are the keys' first dims in the same memory.
     Tensors are taken to have rows that start on 16 bytes, where the head sizes allow that.  On
     Triton's interpreter, which compiles nothing, this does nothing, says so and returns 0.
 
@@ -111,13 +113,14 @@ def warmup(
         _touch_cache(name, layer, pages, options)
         return binaries.count() - before
     is_decode = name == "paged_attention" and max_seqlen_q == 1
-    args, given = _tiny_call(name, layer, pages, is_decode, options)
-    call = getattr(api, name)
-    problem = validate(Call(name, **dict(zip(TENSORS[name], args, strict=True)), **given))
     most_q = min(max_total_q or max_batch * max_seqlen_q, max_batch * max_seqlen_q)
-    for config, splits in choices(problem, gpu, max_batch, max_seqlen_q, max_seqlen_k, most_q):
-        with store.force(config):
-            call(*args, **(given | {"num_splits": splits}))
+    bounds = (max_batch, max_seqlen_q, max_seqlen_k, most_q)
+    for its_pages in (pages, *layer.latent_pages(name, pages)):
+        args, given = _tiny_call(name, layer, its_pages, is_decode, options)
+        problem = validate(Call(name, **dict(zip(TENSORS[name], args, strict=True)), **given))
+        for config, splits in choices(problem, gpu, *bounds):
+            with store.force(config):
+                getattr(api, name)(*args, **(given | {"num_splits": splits}))
     return binaries.count() - before
 
 
@@ -205,6 +208,13 @@ class _Layer:
         shape = (2, size, self.num_kv_heads)
         k, v = (self.zeros(*shape, d, dtype=dtype) for d in (self.head_dim, self.head_dim_v))
         return k, v
+
+    def latent_pages(
+        self, name: str, pages: tuple[torch.Tensor, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pages of keys that are the values too, if calls of ``name`` may have such."""
+        if name == "paged_attention" and self.num_kv_heads == 1 and self.head_dim_v < self.head_dim:
+            yield pages[0], pages[0][..., : self.head_dim_v]
 
 
 def _tiny_call(

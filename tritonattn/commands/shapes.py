@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = custom.add_argument
     add("--heads", type=_pair, metavar="HQ/HKV", help="such as 32/8")
     add("--head-dims", type=_pair, metavar="D[/DV]", help="such as 128 or 192/128")
+    add("--latent", action="store_true", help="cached values are the keys' first DV dims")
     add("--window", type=at_least_one, default=0, metavar="TOKENS", help="the query's own counted")
     add("--chunk", type=at_least_one, default=0, metavar="TOKENS")
     add("--softcap", type=float, default=0.0, metavar="C")
@@ -143,9 +144,11 @@ def _custom(args: argparse.Namespace) -> Layer:
         raise _refusal(f"--heads: {heads} query heads are no multiple of {kv_heads} KV heads")
     if not (dim <= 576 and dim_v <= 512):
         raise _refusal(f"--head-dims: at most 576/512; got {dim}/{dim_v}")
+    if args.latent and dim_v >= dim:
+        raise _refusal(f"--latent: values are a part of the keys; got {dim}/{dim_v} dims")
     return Layer(
         heads, kv_heads, dim, dim_v, args.window, args.chunk, args.softcap, args.sinks,
-        args.query_scale, args.alibi,
+        args.query_scale, args.alibi, args.latent,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class Spec(NamedTuple):
     PAIRS: bool  # two bytes are read as one number, so that values need not be turned in memory
     HALF_FP8: bool  # float8 keys and values meet bfloat16 queries in float16
     FEW_ROWS: bool  # over cached keys: one loop
+    IS_LATENT: bool  # what the first of BLOCKS covers are the values too
     ROW_SUMS: int  # that a row's sum is kept in there, each of them one thread's
     HAS_CACHE: bool
     HAS_NEW: bool

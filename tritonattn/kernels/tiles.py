@@ -19,8 +19,8 @@ class Rows(NamedTuple):
 class Pages(NamedTuple):
     """A paged cache ``[pages, page_size, heads, dim]``.
 
-    Values that lie as the keys do have no strides of their own: a fifth of a decode's instructions
-    are spent on addresses.
+    Values that lie as the keys do, or in them, have no strides of their own: a fifth of a decode's
+    instructions are spent on addresses.
     """
 
     ptr: object

@@ -27,11 +27,8 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def multiply_block(
-    rows, source, tile, INDEX: tl.constexpr, qk, FORMAT: tl.constexpr, GUARDED: tl.constexpr, SPEC
-):
+def multiply_block(rows, blocks, INDEX: tl.constexpr, qk, SPEC):
     """q k^T [BLOCK_M, BLOCK_N] over the dims of one of BLOCKS, added to ``qk``; None: zero."""
-    blocks = load_k(source, tile, INDEX, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
     for i in tl.static_range(len(blocks)):
         qk = dot(rows.q[INDEX * len(blocks) + i], tl.trans(blocks[i]), qk, SPEC.INTERPRETED)
     return qk
@@ -51,7 +48,8 @@ def multiply_blocks(
     """q k^T over COUNT blocks, each summed by itself and then in pairs: that rounds less than one
     long sum."""
     if COUNT == 1:
-        qk = multiply_block(rows, source, tile, FIRST, None, FORMAT, GUARDED, SPEC)
+        blocks = load_k(source, tile, FIRST, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
+        qk = multiply_block(rows, blocks, FIRST, None, SPEC)
     else:
         HALF: tl.constexpr = COUNT // 2
         qk = multiply_blocks(rows, source, tile, FIRST, HALF, FORMAT, GUARDED, SPEC)
@@ -65,14 +63,18 @@ def multiply_blocks(
 
 @triton.jit
 def multiply_keys(rows, source, tile, FORMAT: tl.constexpr, GUARDED: tl.constexpr, SPEC):
-    """q k^T [BLOCK_M, BLOCK_N]."""
+    """q k^T [BLOCK_M, BLOCK_N], and the keys' dims that the first of BLOCKS covers, for where they
+    are the values too."""
+    blocks = ()
     if rows.q[0].dtype == tl.float32:
         qk = multiply_blocks(rows, source, tile, 0, len(SPEC.BLOCKS), FORMAT, GUARDED, SPEC)
     else:
-        qk = multiply_block(rows, source, tile, 0, None, FORMAT, GUARDED, SPEC)
+        blocks = load_k(source, tile, 0, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
+        qk = multiply_block(rows, blocks, 0, None, SPEC)
         for i in tl.static_range(1, len(SPEC.BLOCKS)):
-            qk = multiply_block(rows, source, tile, i, qk, FORMAT, GUARDED, SPEC)
-    return qk
+            more = load_k(source, tile, i, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
+            qk = multiply_block(rows, more, i, qk, SPEC)
+    return qk, blocks
 
 
 @triton.jit
@@ -110,11 +112,8 @@ def no_values(SPEC):
 
 
 @triton.jit
-def add_values(
-    acc, alpha, p, rows, source, tile, FORMAT: tl.constexpr, GUARDED: tl.constexpr, SPEC
-):
+def add_values(acc, alpha, p, rows, blocks, SPEC):
     """alpha acc + p v, block by block."""
-    blocks = load_v(source, tile, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
     alpha = tl.broadcast_to(alpha[:, None], acc[0].shape)
     sums = ()
     for i in tl.static_range(len(blocks)):
@@ -151,9 +150,11 @@ def visit(
     """One tile of keys, ``begin`` onward; MASKED where not every row sees all of it, GUARDED where
     not all of it may be read; ``pages`` None: they are looked up."""
     tile = locate(source, begin, low, high, rows, pages, MASKED, GUARDED, SPEC)
-    qk = multiply_keys(rows, source, tile, FORMAT, GUARDED, SPEC)
+    qk, values = multiply_keys(rows, source, tile, FORMAT, GUARDED, SPEC)
     p, alpha, row_max, row_sum = weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED, SPEC)
-    acc = add_values(acc, alpha, p, rows, source, tile, FORMAT, GUARDED, SPEC)
+    if not SPEC.IS_LATENT:
+        values = load_v(source, tile, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
+    acc = add_values(acc, alpha, p, rows, values, SPEC)
     return acc, row_max, row_sum
 
 

@@ -37,7 +37,8 @@ def small_case(task: Task, device: Device) -> Case:
         task.function, cached, queries.get(task.family),
         heads=(layer.num_heads, layer.num_kv_heads), head_dims=(layer.head_dim, layer.value_dim),
         dtype=task.dtype, cache_dtype=task.cache_dtype if task.family != "prefill" else None,
-        page_size=task.page_size, alibi=int(layer.alibi), sinks=layer.sinks,
+        page_size=task.page_size, pool_layout="latent" if task.problem.is_latent else "token_major",
+        alibi=int(layer.alibi), sinks=layer.sinks,
         query_scale=layer.query_scale, options=options,
         option_dtype=task.dtype if layer.sinks else torch.float32, poison="nan",
     )  # fmt: skip
@@ -72,7 +73,9 @@ def build(task: Task, where: torch.device) -> CallTensors:
     cache: tuple[torch.Tensor, ...] = ()
     if task.family != "prefill":
         stored, entries = task.cache_dtype or task.dtype, batch * task.table_width
-        row = layer.num_kv_heads * (layer.head_dim + layer.value_dim) * stored.itemsize
+        is_latent = task.problem.is_latent
+        dims = layer.head_dim if is_latent else layer.head_dim + layer.value_dim
+        row = layer.num_kv_heads * dims * stored.itemsize
         # Much more than the L2 cache is enough: beyond it sequences share pages.
         most = max(task.table_width, MOST_BYTES // (row * task.page_size))
         pages = min(entries, most)
@@ -80,8 +83,11 @@ def build(task: Task, where: torch.device) -> CallTensors:
         count = max(1, -(-entries // most))
         orders = [torch.randperm(pages, **how).int() for _ in range(count)]
         ids = torch.cat(orders)[:entries].view(batch, task.table_width)
-        pools = (rows(*pool, dim, dtype=stored) for dim in (layer.head_dim, layer.value_dim))
-        cache = (*pools, ids)
+        keys = rows(*pool, layer.head_dim, dtype=stored)
+        values = keys[..., : layer.value_dim]
+        if not is_latent:
+            values = rows(*pool, layer.value_dim, dtype=stored)
+        cache = (keys, values, ids)
     if layer.alibi:
         options["alibi_slopes"] = torch.rand(layer.num_heads, **how)
     if layer.sinks:

@@ -57,6 +57,8 @@ def example_call(problem: Problem) -> Call:
         shape = (1, problem.page_size, problem.num_kv_heads)
         call.k_cache = torch.empty(*shape, problem.head_dim, dtype=problem.cache_dtype)
         call.v_cache = torch.empty(*shape, problem.head_dim_v, dtype=problem.cache_dtype)
+        if problem.is_latent:
+            call.v_cache = call.k_cache[..., : problem.head_dim_v]
         call.block_table = torch.zeros(1, 1, dtype=torch.int32)
         if problem.has_new:
             call.context_lens = ints

@@ -97,8 +97,8 @@ def invalid(config: KernelConfig, problem: Problem, device: Device) -> str:
         return reason
     width = config.block_n + whole_block(problem.head_dim_v)
     sums = config.block_m * width // (32 * config.num_warps)
-    # Blackwell's data-centre GPUs keep sums in a memory of their own, AMD's have 512 registers.
-    if device.backend == "cuda" and device.arch not in (100, 103, 110) and sums > 255:
+    # AMD's GPUs have 512 registers.
+    if device.backend == "cuda" and not has_tensor_memory(device) and sums > 255:
         return f"needs {sums} registers a thread for sums alone, of 255"
     return _too_large(config, problem, device)
 
@@ -177,18 +177,24 @@ def shared_memory(config: KernelConfig, problem: Problem, device: Device) -> int
     if has_warpgroup_mma(device) and itemsize == 2 and m >= 64 and config.num_warps >= 4:
         packed, paged = stages, max(2, (stages + 1) // 2)
         probabilities = 0
+        if problem.has_cache and has_tensor_memory(device):
+            probabilities = 1024  # of triton 3.6 alone: page ids pass through shared memory too
     else:
         packed, paged = max(1, stages - 1), max(1, (stages - 1) // 2)
         if has_few_rows(config, problem):
             paged = packed
             queries *= 2 if problem.cache_format and problem.has_new else 1  # in both formats
+    dims = paged * (d + dv)
+    is_kept = packed == stages and has_tensor_memory(device)  # by triton 3.6, until they are values
+    if reads_values_as_keys(problem, device) and not is_kept:
+        dims = max(paged * d, 2 * dv)  # fewer keys than a tile pass through once more
     if problem.cache_format and not problem.has_new and packed < stages:
         # Bytes until they are multiplied; values may pass through once more as 16-bit numbers.
-        flight = paged * n * (d + dv)
+        flight = n * dims
         if not (problem.rows_aligned and converts_pairs(config, problem, device)):
             flight += n * max(d, dv) * itemsize
         return queries + flight + probabilities + tree + 1024
-    flight = packed * keys if problem.has_new else paged * keys
+    flight = packed * keys if problem.has_new else n * dims * itemsize
     if problem.has_new and problem.has_cache:
         flight = max(packed, paged) * keys
     return queries + flight + probabilities + tree + 1024
@@ -214,9 +220,23 @@ def converts_pairs(config: KernelConfig, problem: Problem, device: Device) -> bo
     )
 
 
+def reads_values_as_keys(problem: Problem, device: Device) -> bool:
+    """Whether latent keys are loaded once, as their first block covers just the values' dims."""
+    return (
+        problem.is_latent
+        and problem.dtype.itemsize == 2
+        and blocks(problem.head_dim, problem.dtype, device)[0] == whole_block(problem.head_dim_v)
+    )
+
+
 def has_tensor_cores(device: Device) -> bool:
     """Whether Triton multiplies 16-bit numbers on tensor cores; it leaves those of sm_75 alone."""
     return device.backend != "cuda" or not isinstance(device.arch, int) or device.arch >= 80
+
+
+def has_tensor_memory(device: Device) -> bool:
+    """Whether products' sums are kept in a memory of their own: Blackwell's data-centre GPUs."""
+    return device.backend == "cuda" and device.arch in (100, 103, 110)
 
 
 def has_warpgroup_mma(device: Device) -> bool:

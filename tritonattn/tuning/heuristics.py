@@ -24,6 +24,7 @@ from .config import (
     has_tensor_cores,
     has_warpgroup_mma,
     invalid,
+    reads_values_as_keys,
     unfit_for_hopper,
     whole_block,
     why_no_boxes,
@@ -31,6 +32,7 @@ from .config import (
 
 SHORT = 64  # rows up to which a call waits for memory
 MANY = 1 << 20
+TWO_WIDE_TILES = 200_000  # of 64 latent keys of 576 dims, beside the queries
 LARGE_MEMORY = 150_000  # bytes of shared memory from which two deep pipelines fit a multiprocessor
 
 
@@ -121,6 +123,8 @@ def _best(problem: Problem, device: Device, rows: int) -> Tile:
     is_heavy = has_fp8 or len(blocks(problem.head_dim, problem.dtype, device)) > 1
     has_room = device.shared_memory > LARGE_MEMORY
     if width > 256:
+        if reads_values_as_keys(problem, device) and not has_tree:
+            return _latent(problem, device, rows)
         if rows <= 16 and has_room and not has_tree and not has_fp8:
             return Tile(16, 32, 4, 2)
         return Tile(_up_to(32, rows), 32, 8, 2)
@@ -173,6 +177,17 @@ def _few(problem: Problem, device: Device, width: int, rows: int) -> Tile:
     elif width <= 64:
         keys = 128
     return Tile(_up_to(32, rows), keys, warps, stages)
+
+
+def _latent(problem: Problem, device: Device, rows: int) -> Tile:
+    """Heads of 576 dims, of which 512 are the values too: a tile or two of keys on their way, and
+    no fewer keys a warp than its product takes, which are multiplied many times over else."""
+    has_fp8, rows = problem.cache_format != "", _up_to(32, rows)
+    if has_fp8 and not device.has_native_e4m3:
+        return Tile(rows, 32, 8, 2)
+    if has_fp8 or device.shared_memory > TWO_WIDE_TILES:
+        return Tile(rows, 64, 8, 4 if has_fp8 else 3)
+    return Tile(rows, 32, 8 if rows > 16 else 4, 4)
 
 
 def _hip(problem: Problem, device: Device, width: int, rows: int) -> Tile:

@@ -25,7 +25,7 @@ _LAST_Q, _LAST_K, _LAST_ROWS = 14, 17, 20
 
 _TEXT = re.compile(
     rf"({'|'.join(DTYPES.values())})(?: ({'|'.join(FP8_FORMATS.values())}))?"
-    rf" d(\d+)(?:/(\d+))? group(\d+)(?: page(\d+|-any))?"
+    rf" d(\d+)(?:/(\d+))?( latent)? group(\d+)(?: page(\d+|-any))?"
     rf" ({'|'.join(MASKS)})(\+features)?"
     r" (?:invariant|q(\d+) k(\d+) rows(\d+))",
     re.ASCII,
@@ -40,6 +40,7 @@ class Key(NamedTuple):
     cache: str  # the cache's float8 format, "" for the queries' own dtype or no cache
     head_dim: int
     head_dim_v: int
+    latent: bool
     group: int  # query heads a KV head, up to the next power of two
     page: int  # 1, 4, 16, 64 or 256; 0: no power of two; -1: no cache
     mask: str  # "window" where rows see a part of the keys far from the diagonal: chunks too
@@ -53,6 +54,7 @@ class Key(NamedTuple):
         parts = [self.dtype, self.cache, f"d{self.head_dim}"]
         if self.head_dim_v != self.head_dim:
             parts[-1] += f"/{self.head_dim_v}"
+        parts.append("latent" * self.latent)
         parts.append(f"group{self.group}")
         if self.page >= 0:
             parts.append(f"page{self.page}" if self.page else "page-any")
@@ -69,11 +71,11 @@ class Key(NamedTuple):
         found = _TEXT.fullmatch(text)
         if found is None or family not in FAMILIES:
             raise ValueError(f"no bucket is called {text[:100]!r}")
-        dtype, cache, d, dv, group, page, mask, features, *sizes = found.groups()
+        dtype, cache, d, dv, latent, group, page, mask, features, *sizes = found.groups()
         if any(len(n or "") > 9 for n in (d, dv, group, *sizes)):
             raise ValueError(f"no bucket is called {text[:100]!r}")
         key = cls(
-            family, dtype, cache or "", int(d), int(dv or d), int(group),
+            family, dtype, cache or "", int(d), int(dv or d), bool(latent), int(group),
             -1 if page is None else 0 if page == "-any" else int(page[:9]),
             mask, bool(features), sizes[0] is None,
             *(log2(int(n)) if n else 0 for n in sizes),
@@ -90,7 +92,8 @@ def key_of(problem: Problem) -> Key:
         reach = "window"
     static = (
         family_of(problem), DTYPES[problem.dtype], problem.cache_format,
-        problem.head_dim, problem.head_dim_v, 1 << log2(problem.group), _page_class(problem), reach,
+        problem.head_dim, problem.head_dim_v, problem.is_latent,
+        1 << log2(problem.group), _page_class(problem), reach,
         problem.has_softcap or problem.has_alibi or mask.has_tree, problem.batch_invariant,
     )  # fmt: skip
     if problem.batch_invariant:
@@ -115,7 +118,7 @@ def family_of(problem: Problem) -> str:
 
 def distance(wanted: Key, other: Key) -> int | None:
     """How far ``other`` is from what is wanted; None: it says nothing about it."""
-    for name in ("family", "cache", "head_dim", "head_dim_v", "features", "invariant"):
+    for name in ("family", "cache", "head_dim", "head_dim_v", "latent", "features", "invariant"):
         if getattr(wanted, name) != getattr(other, name):
             return None
     # float16 and bfloat16 take the same instructions, unless float8 is turned into them.

@@ -21,6 +21,7 @@ class Layer:
     sinks: bool = False
     query_scale: bool = False
     alibi: bool = False
+    latent: bool = False  # cached values are the keys' first dims, in the same memory
     functions: tuple[str, ...] = FUNCTIONS
 
     @property
@@ -38,7 +39,8 @@ class Layer:
             f"softcap {self.softcap:g}" if self.softcap else "",
             *(name for name in ("sinks", "query_scale", "alibi") if getattr(self, name)),
         ]
-        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {dims}"
+        kind = "latent heads" if self.latent else "heads"
+        heads = f"{self.num_heads}/{self.num_kv_heads} {kind} of {dims}"
         return ", ".join([heads, *filter(None, extras)])
 
 
@@ -54,7 +56,7 @@ PRESETS: dict[str, tuple[Layer, ...]] = {
     # Latent attention: prompts with keys and values spelled out, decoding on the latent itself.
     "deepseek-v3": (
         Layer(128, 128, 192, 128, functions=("varlen_attention",)),
-        Layer(128, 1, 576, 512, functions=("paged_attention",)),
+        Layer(128, 1, 576, 512, latent=True, functions=("paged_attention",)),
     ),
     "smollm2": (Layer(9, 3, 64),),
 }

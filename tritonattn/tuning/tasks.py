@@ -178,6 +178,7 @@ class Task:
             has_sinks=layer.sinks,
             has_query_scale=layer.query_scale,
             is_decode=is_decode,
+            is_latent=layer.latent and self.function == "paged_attention",
             batch_invariant=self.batch_invariant,
             batch=len(self.q_lens),
             total_q=total_q,
@@ -271,11 +272,12 @@ def describe(problem: Problem) -> str:
     dims = f"{problem.head_dim}"
     if problem.head_dim_v != problem.head_dim:
         dims += f"/{problem.head_dim_v}"
+    heads = "latent heads" if problem.is_latent else "heads"
     stored = problem.cache_format or DTYPES[problem.dtype]
     cache = f"{stored} cache in pages of {problem.page_size}, "
     return (
         f"{family_of(problem)}: {DTYPES[problem.dtype]}, {problem.num_kv_heads * group}/"
-        f"{problem.num_kv_heads} heads of {dims}, {cache if problem.has_cache else ''}"
+        f"{problem.num_kv_heads} {heads} of {dims}, {cache if problem.has_cache else ''}"
         f"{', '.join(flags)}; {problem.batch} sequences, {problem.total_q} queries in all, at most "
         f"{problem.max_q} queries and {problem.max_k} keys each"
     )

@@ -126,7 +126,9 @@ class Trials:
         self._right: Right = set() if right is None else right
         first = build(task, where)
         if copies is None:
-            size, cache = sum(x.nbytes for x in first[0]), devices.l2_bytes(where)
+            memory = [x.untyped_storage() for x in first[0]]  # latent values have none of their own
+            size = sum({x.data_ptr(): x.nbytes() for x in memory}.values())
+            cache = devices.l2_bytes(where)
             copies = 1 if size > 4 * cache else min(MOST_COPIES, math.ceil(2 * cache / size) + 1)
         self.calls = [first, *(build(task, where) for _ in range(copies - 1))]
         # Of each situation.
