@@ -199,6 +199,13 @@ def has_few_rows(config: KernelConfig, problem: Problem) -> bool:
     return problem.has_cache and config.block_m <= 32 and not problem.mask.has_tree
 
 
+def skips_max(config: KernelConfig, problem: Problem) -> bool:
+    """Whether keys that all rows of a tile see are weighed without a look at their maximum."""
+    return (
+        problem.dtype.itemsize == 2 and not problem.is_decode and not has_few_rows(config, problem)
+    )
+
+
 def converts_pairs(config: KernelConfig, problem: Problem, device: Device) -> bool:
     """Whether float8 keys and values, if rows are aligned, go from bytes in shared memory to
     operands in registers, pair by pair."""
