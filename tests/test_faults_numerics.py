@@ -313,26 +313,3 @@ def test_attention_scales_are_not_folded_past_the_cap(path, device):
     args, options = arrange(path, q, k, v, device, **how)
     logits = [2 * math.tanh(0.75), 2 * math.tanh(-1.5)]
     assert_result(path, args, options, *expected(logits, [1.0, 2.0]))
-
-
-# Keys that all rows of a tile see are weighed without a look at their maximum
-
-
-@every_path
-@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("height", [0.6, 4.0, 99.0], ids=["above", "far_above", "past_float32"])
-def test_attention_to_a_key_above_all_others_is_weighed_again(path, dtype, height, device):
-    """Weights from 2^9 to past what float32 holds, measured from the later keys' maximum."""
-    how = {"heads": (2, 1), "head_dims": (64, 64), "dtype": dtype, "poison": "nan"}
-    args, options = case(path, (150, 90), (70, 33), **how).build(device)
-    args[0].abs_()
-    key = args[2 if path.function == PREFIX else 1]
-    if path.function == "varlen_attention":
-        key[[3, 150 + 20]] = height
-    else:
-        table = args[5 if path.function == PREFIX else 3]
-        key = args[3] if path.function == PREFIX else key
-        page_size = key.shape[1]
-        for b, j in ((0, 3), (1, 20)):
-            key[table[b, j // page_size], j % page_size] = height
-    check(path, args, options | {"softmax_scale": 0.5})

@@ -39,13 +39,11 @@ from .tuning.config import (
     has_few_rows,
     has_tensor_cores,
     reads_values_as_keys,
-    skips_max,
     whole_block,
 )
 
 SCRATCH = 1 << 24  # float32 numbers of partial results
 REGISTERS = 1 << 16  # of a multiprocessor
-LIFT = 6  # what a weight of float16 loses below 2^-14 is 2^-19 of the largest, then
 USUAL_REGISTERS = 128  # of a thread, at most, where it has few rows
 
 
@@ -214,10 +212,6 @@ def make_spec(
     page = problem.page_size
     mask = problem.mask
     share_rows = _share_rows(problem, plan, config)
-    half_fp8 = problem.cache_format != "" and problem.dtype == torch.bfloat16
-    # Beside new keys the queries are there in both formats, for which RDNA has no registers.
-    half_fp8 &= not (problem.has_new and gpu.backend == "hip")
-    skips = skips_max(config, problem)
     return Spec(
         problem.head_dim,
         problem.head_dim_v,
@@ -231,11 +225,12 @@ def make_spec(
         problem.cache_format,
         gpu.has_native_e4m3,
         aligned and converts_pairs(config, problem, gpu),
-        half_fp8,
+        # Beside new keys the queries are there in both formats, for which RDNA has no registers.
+        problem.cache_format != ""
+        and problem.dtype == torch.bfloat16
+        and not (problem.has_new and gpu.backend == "hip"),
         has_few_rows(config, problem),
         reads_values_as_keys(problem, gpu),
-        skips,
-        LIFT if skips and (half_fp8 or problem.dtype == torch.float16) else 0,
         _row_sums(problem, config, gpu),
         problem.has_cache,
         problem.has_new,

@@ -37,30 +37,6 @@ def load_blocks(row_ptrs, row_ok, SPEC):
 
 
 @triton.jit
-def attend_sources(
-    cached, cached_row_scale, cached_rows, packed, row_scale, rows, v_scale, sink,
-    context, low, high, full_low, full_high, IS_EXACT: tl.constexpr, SPEC,
-):  # fmt: skip
-    """(sum of weighted values [BLOCK_M, BLOCK_DV], row_max, row_sum) over both sources' keys."""
-    row_max, row_sum = softmax.start(sink, SPEC.LIFT, SPEC.HAS_SINK, IS_EXACT)
-    acc = no_values(SPEC)
-    if SPEC.HAS_CACHE:
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, cached_row_scale, cached_rows, cached,
-            low, tl.minimum(high, context), full_low, full_high, SPEC.CACHE_FORMAT, SPEC,
-        )  # fmt: skip
-        acc = (all_values(acc) * v_scale,)
-    if SPEC.HAS_NEW:
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, row_scale, rows, packed,
-            tl.maximum(low, context), high, full_low, full_high, "", SPEC,
-        )  # fmt: skip
-        if not SPEC.HAS_CACHE:
-            acc = (acc[0] * v_scale,)
-    return acc[0], row_max, row_sum
-
-
-@triton.jit
 def attend_tile(inputs, place, q_start, len_q, SPEC):
     """(out [BLOCK_M, BLOCK_DV], natural-log lse [BLOCK_M]) over the place's keys."""
     batch = inputs.batch
@@ -117,6 +93,7 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
         if SPEC.SPLIT != "":
             counts = counts & (place.skip == 0)  # once, however the keys are cut
         sink = tl.where(counts, sink.to(tl.float32), float("-inf"))
+    row_max, row_sum = softmax.start(sink, SPEC.HAS_SINK, IS_EXACT)
     tree_rows = token.to(tl.int64)
     if SPEC.HAS_TREE:
         tree_rows = inputs.masking.tree + tree_rows * inputs.masking.stride_tree_row
@@ -135,9 +112,9 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             shift,
         )  # fmt: skip
 
+    acc = no_values(SPEC)
     k_scale = load_scale(inputs.k_scale, sequence, kv_head, is_known)
     v_scale = load_scale(inputs.v_scale, sequence, kv_head, is_known)
-    cached = None
     if SPEC.HAS_CACHE:
         k_cache = inputs.k_cache
         v_cache = inputs.v_cache
@@ -150,8 +127,11 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             k_cache.stride_token, v_cache.stride_token,
             k_cache.stride_page, v_cache.stride_page, page_ids, pages, inputs.table, 0, 0, 0,
         )  # fmt: skip
-        cached_row_scale = cached_row_scale * k_scale
-    packed = None
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, cached_row_scale * k_scale, cached_rows, cached,
+            low, tl.minimum(high, context), full_low, full_high, SPEC.CACHE_FORMAT, SPEC,
+        )  # fmt: skip
+        acc = (all_values(acc) * v_scale,)
     if SPEC.HAS_NEW:
         k = inputs.k
         v = inputs.v
@@ -166,27 +146,13 @@ def attend_tile(inputs, place, q_start, len_q, SPEC):
             )  # fmt: skip
         if not SPEC.HAS_CACHE:
             row_scale *= k_scale
-    if SPEC.SKIPS_MAX:
-        acc = tl.zeros([SPEC.BLOCK_M, SPEC.BLOCK_DV], tl.float32)
-        row_max = nothing
-        row_sum = tl.zeros_like(nothing)
-        tries = 0
-        while tries < 2:
-            acc, row_max, row_sum = attend_sources(
-                cached, cached_row_scale, cached_rows, packed, row_scale, rows, v_scale, sink,
-                context, low, high, full_low, full_high, IS_EXACT, SPEC,
-            )  # fmt: skip
-            # Once more where that went wrong, as if no keys were seen by all rows.
-            is_wrong = row_ok & (first < last) & ~softmax.is_right(row_max, row_sum)
-            tries = tl.where(tl.max(is_wrong.to(tl.int32), 0) > 0, tries + 1, 2)
-            full_low = high
-        row_max += SPEC.LIFT
-    else:
-        acc, row_max, row_sum = attend_sources(
-            cached, cached_row_scale, cached_rows, packed, row_scale, rows, v_scale, sink,
-            context, low, high, full_low, full_high, IS_EXACT, SPEC,
+        acc, row_max, row_sum = attend(
+            acc, row_max, row_sum, row_scale, rows, packed,
+            tl.maximum(low, context), high, full_low, full_high, "", SPEC,
         )  # fmt: skip
-    return softmax.finish(acc, row_max, row_sum, IS_EXACT)
+        if not SPEC.HAS_CACHE:
+            acc = (acc[0] * v_scale,)
+    return softmax.finish(acc[0], row_max, row_sum, IS_EXACT)
 
 
 @triton.jit

@@ -17,9 +17,6 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 HUGE: tl.constexpr = tl.constexpr(2.0**20)
-# A product and its difference from a maximum, if rounded once, are not 0 for the maximum but what
-# that was rounded by: of no matter up to here.
-TOO_HUGE: tl.constexpr = tl.constexpr(2.0**29)
 
 
 class Scoring(NamedTuple):
@@ -121,50 +118,15 @@ def power(x, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def start(sink, LIFT: tl.constexpr, HAS_SINK: tl.constexpr, IS_EXACT: tl.constexpr):
+def start(sink, HAS_SINK: tl.constexpr, IS_EXACT: tl.constexpr):
     """(row_max, row_sum) before the first key: nothing, or the sink's logit, which counts once and
     has no value.  ``sink`` [BLOCK_M], -inf where there is none."""
     row_max = sink * unit(IS_EXACT)
     if HAS_SINK:
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 2.0**-LIFT)
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     else:
         row_sum = tl.zeros(sink.shape, tl.float32)
     return row_max, row_sum
-
-
-@triton.constexpr_function
-def most(dtype):
-    """What float16 holds of a weight, or, beside large values, float32 of a sum."""
-    return 2.0**15 if dtype == tl.float16 else 2.0**40
-
-
-@triton.jit
-def marked(row_sum, dtype: tl.constexpr):
-    """``row_sum``, or infinity if weights in it may have been too large; there is no way back from
-    that, whatever the sum is scaled by."""
-    return tl.where(row_sum < most(dtype), row_sum, float("inf"))
-
-
-@triton.jit
-def is_right(row_max, row_sum):
-    """Whether weights that were measured from an earlier maximum were neither too large nor, where
-    there was none, too small; and not rounded too much beside scores so large."""
-    is_sum = (row_sum > 2.0**-8) & (row_sum < float("inf"))  # NaN is not
-    return is_sum & (tl.abs(row_max) < TOO_HUGE)
-
-
-@triton.jit
-def trust(row_max, row_sum, s, qk, factor, LIFT: tl.constexpr, IS_PRODUCT: tl.constexpr):
-    """(p [BLOCK_M, BLOCK_N], row_sum) of a tile that all rows see, measured from the maximum of the
-    tiles before; ``is_right`` must be asked in the end."""
-    shift = finite(row_max) + LIFT
-    if IS_PRODUCT:
-        below = tl.broadcast_to(-shift[:, None], qk.shape)
-        d = tl.fma(qk, tl.broadcast_to(factor[:, None], qk.shape), below)
-    else:
-        d = s - shift[:, None]
-    p = power(d, False)
-    return p, row_sum + tl.sum(p, 1)
 
 
 @triton.jit
@@ -174,7 +136,6 @@ def step(
     s,
     qk,
     factor,
-    LIFT: tl.constexpr,
     MASKED: tl.constexpr,
     IS_PRODUCT: tl.constexpr,
     IS_RISING: tl.constexpr,
@@ -182,7 +143,6 @@ def step(
     """One tile of scores: probabilities p [BLOCK_M, BLOCK_N], the rescaling of what was summed
     before, and the new (row_max, row_sum).
 
-    LIFT: p is smaller by 2^LIFT, and so is row_sum.
     IS_PRODUCT: s = qk factor, none of it masked: the difference from the maximum needs no s.
     IS_RISING: nor does the maximum, as no factor is negative.
     """
@@ -201,8 +161,7 @@ def step(
         d = s - shift[:, None]
     if not MASKED:
         d = tl.minimum(d, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    # Not in one with the shift: the maximum's weight is exact.
-    p = power(d - LIFT, False)
+    p = power(d, False)
     alpha = power(row_max - shift, False)
     return p, alpha, m_new, add(row_sum, alpha, p)
 

@@ -28,8 +28,6 @@ class Spec(NamedTuple):
     HALF_FP8: bool  # float8 keys and values meet bfloat16 queries in float16
     FEW_ROWS: bool  # over cached keys: one loop
     IS_LATENT: bool  # what the first of BLOCKS covers are the values too
-    SKIPS_MAX: bool  # keys that all rows see are weighed without a look at their maximum
-    LIFT: int  # weights are smaller by 2^LIFT then, to have room to grow
     ROW_SUMS: int  # that a row's sum is kept in there, each of them one thread's
     HAS_CACHE: bool
     HAS_NEW: bool

@@ -95,14 +95,9 @@ def weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED: tl.constexpr, SPE
         )  # fmt: skip
         if MASKED:
             s = tl.where(tile.visible, s, float("-inf"))
-        factor = row_scale * softmax.LOG2E
-        if SPEC.SKIPS_MAX and not MASKED:
-            p, row_sum = softmax.trust(row_max, row_sum, s, qk, factor, SPEC.LIFT, IS_PRODUCT)
-            alpha = row_max  # which nothing takes
-        else:
-            p, alpha, row_max, row_sum = softmax.step(
-                row_max, row_sum, s, qk, factor, SPEC.LIFT, MASKED, IS_PRODUCT, IS_RISING
-            )
+        p, alpha, row_max, row_sum = softmax.step(
+            row_max, row_sum, s, qk, row_scale * softmax.LOG2E, MASKED, IS_PRODUCT, IS_RISING
+        )
     return round_to(p, rows.q[0].dtype, SPEC.INTERPRETED), alpha, row_max, row_sum
 
 
@@ -117,17 +112,15 @@ def no_values(SPEC):
 
 
 @triton.jit
-def add_values(acc, alpha, p, rows, blocks, RESCALES: tl.constexpr, SPEC):
-    """alpha acc + p v, block by block; acc + p v unless RESCALES."""
+def add_values(acc, alpha, p, rows, blocks, SPEC):
+    """alpha acc + p v, block by block."""
+    alpha = tl.broadcast_to(alpha[:, None], acc[0].shape)
     sums = ()
     for i in tl.static_range(len(blocks)):
-        if not RESCALES:
-            sums += (dot(p, blocks[i], acc[i], SPEC.INTERPRETED),)
-        elif rows.q[0].dtype == tl.float32:  # a tile's sum by itself first: shorter chains
-            factor = tl.broadcast_to(alpha[:, None], acc[0].shape)
-            sums += (tl.fma(acc[i], factor, dot(p, blocks[i], None, SPEC.INTERPRETED)),)
+        if rows.q[0].dtype == tl.float32:  # a tile's sum by itself first: shorter chains
+            sums += (tl.fma(acc[i], alpha, dot(p, blocks[i], None, SPEC.INTERPRETED)),)
         else:
-            sums += (dot(p, blocks[i], acc[i] * alpha[:, None], SPEC.INTERPRETED),)
+            sums += (dot(p, blocks[i], acc[i] * alpha, SPEC.INTERPRETED),)
     return sums
 
 
@@ -161,8 +154,7 @@ def visit(
     p, alpha, row_max, row_sum = weigh(row_max, row_sum, row_scale, rows, tile, qk, MASKED, SPEC)
     if not SPEC.IS_LATENT:
         values = load_v(source, tile, FORMAT, rows.q[0].dtype, GUARDED, SPEC)
-    RESCALES: tl.constexpr = MASKED or not SPEC.SKIPS_MAX
-    acc = add_values(acc, alpha, p, rows, values, RESCALES, SPEC)
+    acc = add_values(acc, alpha, p, rows, values, SPEC)
     return acc, row_max, row_sum
 
 
@@ -240,8 +232,7 @@ def attend_by_kinds(
     FORMAT: tl.constexpr,
     SPEC,
 ):
-    """First the edges, masked, then the interior that every row sees; if SKIPS_MAX, measured from
-    the edges' maximum, or that of its first tile where there are none."""
+    """First the edges, masked, then the interior that every row sees."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     start = low
     if source.page_ids is not None:
@@ -252,9 +243,6 @@ def attend_by_kinds(
     full_start = start + tl.cdiv(full_low - start, BLOCK_N) * BLOCK_N
     full_start = tl.minimum(full_start, end)
     full_end = tl.maximum(start + tl.maximum(full_high - start, 0) // BLOCK_N * BLOCK_N, full_start)
-    if SPEC.SKIPS_MAX:
-        has_edge = (full_start > start) | (full_end < end)
-        full_start += tl.where(has_edge | (full_start >= full_end), 0, BLOCK_N)
     before = (full_start - start) // BLOCK_N
     edges = before + (end - full_end) // BLOCK_N
     for i in tl.range(0, edges):
@@ -268,6 +256,4 @@ def attend_by_kinds(
             acc, row_max, row_sum, row_scale, rows, source,
             begin, low, high, None, FORMAT, False, False, SPEC,
         )  # fmt: skip
-    if SPEC.SKIPS_MAX:
-        row_sum = softmax.marked(row_sum, rows.q[0].dtype)
     return acc, row_max, row_sum

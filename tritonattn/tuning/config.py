@@ -205,16 +205,6 @@ def has_few_rows(config: KernelConfig, problem: Problem) -> bool:
     return problem.has_cache and config.block_m <= 32 and not problem.mask.has_tree
 
 
-def skips_max(config: KernelConfig, problem: Problem) -> bool:
-    """Whether keys that all rows of a tile see are weighed without a look at their maximum.
-
-    Loops over two sources leave no registers for what a second try takes.
-    """
-    is_decode = problem.is_decode or has_few_rows(config, problem)
-    has_both = problem.has_cache and problem.has_new
-    return problem.dtype.itemsize == 2 and not is_decode and not has_both
-
-
 def converts_pairs(config: KernelConfig, problem: Problem, device: Device) -> bool:
     """Whether float8 keys and values, if rows are aligned, go from bytes in shared memory to
     operands in registers, pair by pair."""

@@ -15,6 +15,9 @@ from .products import rescale
 from .spec import LANES as _LANES
 
 LANES = gl.constexpr(_LANES)
+# A product and its difference from a maximum, if rounded once, are not 0 for the maximum but what
+# that was rounded by: of no matter up to here, from where on a tile is announced again.
+HUGE = gl.constexpr(2.0**29)
 SLACK = gl.constexpr(8.0)  # in base 2, by which a maximum may grow before sums are rescaled
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -161,6 +164,19 @@ def lift(dtype):
     What a weight of float16 loses below 2^-14 is 2^-19 of the largest.
     """
     return 6.0 if dtype == gl.float16 else 0.0
+
+
+@gluon.constexpr_function
+def most(dtype):
+    """What float16 holds of a weight, or, beside large values, float32 of a sum."""
+    return 2.0**15 if dtype == gl.float16 else 2.0**40
+
+
+@gluon.jit
+def marked(row_sum, dtype: gl.constexpr):
+    """``row_sum``, or infinity if weights in it may have been too large; there is no way back from
+    that, whatever the sum is scaled by."""
+    return gl.where(row_sum < most(dtype), row_sum, float("inf"))
 
 
 @gluon.jit

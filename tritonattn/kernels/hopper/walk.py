@@ -17,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from .. import softmax
 from . import ring, scores
 from .products import (
     begin_scores,
@@ -221,7 +220,7 @@ def attend(
             )  # fmt: skip
         i += count
         if count > 0:
-            row_sum = softmax.marked(sums.row_sum, ks.dtype)
+            row_sum = scores.marked(sums.row_sum, ks.dtype)
             sums = Sums(sums.acc, sums.row_max, row_sum, sums.p, sums.rest, sums.key)
         else:
             v_stage, v_phase = stage, phase
