@@ -64,9 +64,9 @@ def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, is_padding, SPEC: 
     pos = ring.field(tiles, slot, ring.POS, 4) + offs
     len_k = ring.field(tiles, slot, ring.LEN_K, 4)
     first, last = visible_keys(pos, len_k, masking, SPEC)
-    is_row = offs < ring.field(tiles, slot, ring.ROWS, 4)
     scale = scoring.softmax_scale
     if SPEC.HAS_QUERY_SCALE:
+        is_row = offs < ring.field(tiles, slot, ring.ROWS, 4)
         token = ring.field(tiles, slot, ring.TOKEN, 4) + offs
         scale = gl.load(scoring.query_scale + token, mask=is_row, other=0.0) * scale
     slope = 0.0
@@ -79,7 +79,7 @@ def read_rows(P: gl.constexpr, tiles, slot, scoring, masking, is_padding, SPEC: 
     full_low = ring.field(tiles, slot, ring.FULL_LOW, 4)
     full_high = ring.field(tiles, slot, ring.FULL_HIGH, 4)
     return scores.rows_of(
-        pos, is_row, first, last, full_low, full_high, scale, scoring.softcap, slope, SPEC
+        pos, first, last, full_low, full_high, scale, scoring.softcap, slope, SPEC
     )
 
 

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import masks
-from . import cap, ring
+from . import ring
 from .products import rescale
 from .spec import LANES as _LANES
 
@@ -33,7 +33,6 @@ class Rows(NamedTuple):
     unit: object  # what a product is multiplied with first; [M] if HAS_QUERY_SCALE
     gain: object  # what a score is multiplied with last, a positive scalar
     slope: object  # in base 2
-    limit: object  # [M] if HAS_SOFTCAP: see cap.limit_of
 
 
 @gluon.constexpr_function
@@ -44,33 +43,41 @@ def is_folded(softcap, alibi, query_scale):
 
 
 @gluon.jit
-def rows_of(
-    pos, is_row, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr
-):
+def reciprocal(x):
+    """1 / x, to the last bit or so."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def tanh(y, IS_ROUGH: gl.constexpr):
+    """To some 1e-7, or 2^-11 relative if IS_ROUGH: by one instruction where the other way takes
+    two of those that exponentials wait for, too.
+
+    Scores that PyTorch rounds to bfloat16 have 2^-9, to float16 2^-12.
+    """
+    if IS_ROUGH:
+        return gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=r,r", [y], dtype=gl.float32, is_pure=True, pack=1
+        )
+    else:
+        # 1 - 2 / (e^2y + 1) has no inf / inf at either end.
+        return 1.0 - 2.0 * reciprocal(gl.exp2(y * (2.0 * LOG2E)) + 1.0)
+
+
+@gluon.jit
+def rows_of(pos, first, last, full_low, full_high, scale, softcap, slope, SPEC: gl.constexpr):
     """``scale`` a positive scalar, or [M] of any sign, and ``slope`` in natural units."""
     gain = 1.0
-    limit = 0.0
     if SPEC.HAS_SOFTCAP:
         unit = scale * (1.0 / softcap)
         gain = softcap * LOG2E
-        limit = cap.limit_of(is_row, unit_of_all(unit, SPEC), gain)
     else:
         unit = scale * LOG2E
         if is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
             gain = unit
-    return Rows(pos, first, last, full_low, full_high, unit, gain, slope * LOG2E, limit)
-
-
-@gluon.jit
-def unit_of_all(unit, SPEC: gl.constexpr):
-    """What is left of ``unit`` once rows have been multiplied each with its own, a scalar."""
-    return 1.0 if SPEC.HAS_QUERY_SCALE else unit
-
-
-@gluon.jit
-def capped(x, rest, rows, IS_WEIGHT: gl.constexpr, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
-    unit = unit_of_all(rows.unit, SPEC)
-    return cap.capped(x, rest, rows.limit, unit, rows.gain, IS_WEIGHT, IS_ROUGH)
+    return Rows(pos, first, last, full_low, full_high, unit, gain, slope * LOG2E)
 
 
 @gluon.jit
@@ -127,22 +134,17 @@ def score(qk, rows, key, limit, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, 
     """[M, BLOCK_N] scores of the keys from ``key`` on, in base 2; -inf where one is not seen.  Keys
     from ``limit`` on are not there.
 
-    If IS_PLAIN, every row sees them all; and if is_folded, a cap and what they are multiplied with
-    last, ``gain``, are left to do.
+    If IS_PLAIN, every row sees them all; and what they are multiplied with last, ``gain``, is left
+    to do, if is_folded.
     """
     offs_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, qk.type.layout))
     x = qk
-    if SPEC.HAS_SOFTCAP and IS_PLAIN:
-        if SPEC.HAS_QUERY_SCALE:
-            x = times(x, rows.unit, IS_PLAIN)
-        if SPEC.HAS_ALIBI:
-            x = capped(x, gl.zeros_like(rows.limit), rows, False, IS_ROUGH, SPEC)
-    elif SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
+    if SPEC.HAS_SOFTCAP or SPEC.HAS_ALIBI or SPEC.HAS_QUERY_SCALE:
         x = times(x, rows.unit, IS_PLAIN)
-        if SPEC.HAS_SOFTCAP:
-            x = cap.tanh(x, IS_ROUGH)
-            if SPEC.HAS_ALIBI:
-                x = x * rows.gain
+    if SPEC.HAS_SOFTCAP:
+        x = tanh(x, IS_ROUGH)
+        if SPEC.HAS_ALIBI:
+            x = x * rows.gain
     if SPEC.HAS_ALIBI:
         x = with_bias(x, rows, key, SPEC)
     if IS_PLAIN:
@@ -201,11 +203,9 @@ def raise_max(x, row_max, rows, key, dtype: gl.constexpr, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def weigh(x, shift, rows, IS_PLAIN: gl.constexpr, IS_ROUGH: gl.constexpr, SPEC: gl.constexpr):
+def weigh(x, shift, rows, IS_PLAIN: gl.constexpr, SPEC: gl.constexpr):
     """[M, BLOCK_N] weights."""
     if IS_PLAIN and is_folded(SPEC.HAS_SOFTCAP, SPEC.HAS_ALIBI, SPEC.HAS_QUERY_SCALE):
-        if SPEC.HAS_SOFTCAP:
-            return capped(x, -shift, rows, True, IS_ROUGH, SPEC)
         x = x * rows.gain
     return gl.exp2(x - gl.expand_dims(shift, 1))
 

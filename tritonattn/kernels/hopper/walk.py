@@ -118,11 +118,10 @@ def add_values(
 @gluon.jit
 def first_tile(qk, tile, rows, acc, row_max, row_sum, SPEC: gl.constexpr, dtype: gl.constexpr):
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
-    IS_ROUGH: gl.constexpr = dtype == gl.bfloat16
     key = key_of(0, tile, SPEC)
-    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), False, IS_ROUGH, SPEC)
+    x = scores.score(qk, rows, key, limit_of(key, tile, SPEC), False, dtype == gl.bfloat16, SPEC)
     row_max, shift, alpha = scores.raise_max(x, row_max, rows, key, dtype, SPEC)
-    w = scores.weigh(x, shift, rows, False, IS_ROUGH, SPEC)
+    w = scores.weigh(x, shift, rows, False, SPEC)
     row_sum = scores.rescale_sums(row_sum, alpha, SPEC) + scores.row_sums(w, SPEC)
     rest = 0
     if SPEC.FORM & MID:
@@ -143,7 +142,6 @@ def next_tile(
     """Add the last tile's values, in ``v_stage``, and weigh the keys from ``key`` on, which are in
     ``stage``.  ``next_stage`` is waited for, if there is a next tile."""
     dtype: gl.constexpr = ks.dtype
-    IS_ROUGH: gl.constexpr = dtype == gl.bfloat16
     LAYOUT: gl.constexpr = sums.acc.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     if SPEC.FORM & TURNS:
@@ -155,7 +153,7 @@ def next_tile(
     qk = warpgroup_mma_wait(2 if SPEC.FORM & MID else 1, deps=[qk])
     ring.give_back(bars.k_empty, stage)
     limit = limit_of(key, tile, SPEC)
-    x = scores.score(qk, rows, key, limit, IS_PLAIN, IS_ROUGH, SPEC)
+    x = scores.score(qk, rows, key, limit, IS_PLAIN, dtype == gl.bfloat16, SPEC)
     row_max, row_sum = sums.row_max, sums.row_sum
     if IS_PLAIN:
         shift = scores.shift_of(row_max, rows, key, SPEC)
@@ -169,19 +167,19 @@ def next_tile(
     if SPEC.FORM & MID:
         a, b = halves(x)
         shift = gl.convert_layout(shift, gl.SliceLayout(1, a.type.layout), assert_trivial=True)
-        a = scores.weigh(a, shift, rows, IS_PLAIN, IS_ROUGH, SPEC)
+        a = scores.weigh(a, shift, rows, IS_PLAIN, SPEC)
         row_sum += scores.row_sums_like(row_sum, a, SPEC)
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
         acc, a, b, alpha, row_sum = warpgroup_mma_wait(0, deps=[acc, a, b, alpha, row_sum])
         ring.give_back(bars.v_empty, v_stage)
         if not IS_PLAIN:
             acc = rescale(acc, alpha)
-        b = scores.weigh(b, shift, rows, IS_PLAIN, IS_ROUGH, SPEC)
+        b = scores.weigh(b, shift, rows, IS_PLAIN, SPEC)
         row_sum += scores.row_sums_like(row_sum, b, SPEC)
         p = operand(a, dtype, WEIGHTS)
         rest = operand(b, dtype, WEIGHTS)
     else:
-        w = scores.weigh(x, shift, rows, IS_PLAIN, IS_ROUGH, SPEC)
+        w = scores.weigh(x, shift, rows, IS_PLAIN, SPEC)
         row_sum += scores.row_sums(w, SPEC)
         p = gl.convert_layout(w.to(dtype), WEIGHTS)
         mbarrier.wait(bars.k_full.index(next_stage), next_phase, pred=has_next)
