@@ -181,12 +181,14 @@ def _few(problem: Problem, device: Device, width: int, rows: int) -> Tile:
 
 def _latent(problem: Problem, device: Device, rows: int) -> Tile:
     """Heads of 576 dims, of which 512 are the values too: a tile or two of keys on their way, and
-    no fewer keys a warp than its product takes, which are multiplied many times over else."""
+    no fewer keys a warp than its product takes, which are multiplied many times over else.  Small
+    tiles, two blocks beside each other, as they measured best on an H200 with many sequences."""
     has_fp8, rows = problem.cache_format != "", _up_to(32, rows)
     if has_fp8 and not device.has_native_e4m3:
         return Tile(rows, 32, 8, 2)
     if has_fp8 or device.shared_memory > TWO_WIDE_TILES:
-        return Tile(rows, 64, 8, 4 if has_fp8 else 3)
+        is_many = rows <= 16 and 8 * problem.batch >= device.sm_count
+        return Tile(rows, 32, 4, 3) if is_many and not has_fp8 else Tile(rows, 64, 8, 3)
     return Tile(rows, 32, 8 if rows > 16 else 4, 4)
 
 

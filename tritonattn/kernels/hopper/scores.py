@@ -175,10 +175,14 @@ def most(dtype):
 
 
 @gluon.jit
-def marked(row_sum, dtype: gl.constexpr):
-    """``row_sum``, or infinity if weights in it may have been too large; there is no way back from
-    that, whatever the sum is scaled by."""
-    return gl.where(row_sum < most(dtype), row_sum, float("inf"))
+def marked(row_sum, row_max, dtype: gl.constexpr, SPEC: gl.constexpr):
+    """``row_sum``, or infinity if weights in it may have been too large, or there was no maximum to
+    measure them from; there is no way back from that, whatever the sum is scaled by."""
+    more = gl.where(row_max == float("-inf"), float("inf"), 0.0)
+    if SPEC.FORM & LANES:
+        more = gl.convert_layout(more, gl.SliceLayout(1, row_sum.type.layout))
+        more = gl.expand_dims(more, 1)
+    return gl.where(row_sum < most(dtype), row_sum, float("inf")) + more
 
 
 @gluon.jit

@@ -92,11 +92,12 @@ def make_clean(vs, stage, key, tile, SPEC: gl.constexpr):
 
 @gluon.jit
 def plain_tiles(i, last_key, tile, rows, SPEC: gl.constexpr):
-    """How many key tiles from the i-th on all rows see whole; none where the values of the one
-    before, that of ``last_key``, must be cleared."""
+    """How many key tiles from the i-th on all rows see whole, of which each has a maximum, as it
+    sees a key behind them; none where the values of the one before, that of ``last_key``, must be
+    cleared."""
     key = key_of(i, tile, SPEC)
     low = gl.maximum(rows.full_low, tile.keep_low)
-    high = gl.minimum(rows.full_high, limit_of(key, tile, SPEC))
+    high = gl.minimum(rows.full_high - 1, limit_of(key, tile, SPEC))
     count = gl.minimum((key - low) // SPEC.BLOCK_N + 1, tile.num_tiles - i)
     if SPEC.HAS_CACHE and SPEC.HAS_NEW:
         count = gl.where(i < tile.num_new, gl.minimum(count, tile.num_new - i), count)
@@ -218,7 +219,7 @@ def attend(
             )  # fmt: skip
         i += count
         if count > 0:
-            row_sum = scores.marked(sums.row_sum, ks.dtype)
+            row_sum = scores.marked(sums.row_sum, sums.row_max, ks.dtype, SPEC)
             sums = Sums(sums.acc, sums.row_max, row_sum, sums.p, sums.rest, sums.key)
         else:
             v_stage, v_phase = stage, phase
