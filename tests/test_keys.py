@@ -134,6 +134,17 @@ def test_source_hash_changes_with_a_helper_and_not_with_a_comment(tmp_path: Path
     assert source.hash_of(tmp_path) != before
 
 
+def test_source_hash_is_the_same_in_every_python(tmp_path: Path) -> None:
+    """From 3.12 on an f-string is many tokens, and tables would be taken for another source's."""
+    kernel = tmp_path / "a.py"
+    kernel.write_text(
+        'def text(n):\n    return [f"{n:>{4}} {n!r}", rf"\\d{{{n}}}", f"""a\n    {n}"""]\n'
+    )
+    assert source.hash_of(tmp_path) == "9932e853a58c"
+    kernel.write_text(kernel.read_text().replace("{n}}}", "{m}}}"))
+    assert source.hash_of(tmp_path) == "6c41e14da8ac"
+
+
 @pytest.mark.parametrize(
     "text",
     [
