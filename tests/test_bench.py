@@ -193,6 +193,13 @@ def test_samples_reach_the_ends_and_both_outer_kv_heads():
     )
 
 
+@pytest.mark.parametrize("length", [256, 300, 16384])
+def test_samples_reach_across_the_seam_of_two_tiles_of_queries(length: int):
+    chosen = samples(replace(VARLEN, k_lens=(length,), q_lens=(length,)))
+    assert any((s.start + s.rows // 2) % 128 == 0 < s.start for s in chosen)
+    assert all(0 <= s.start <= length - s.rows for s in chosen)
+
+
 def test_copies_exceed_the_cache_and_share_no_keys():
     call = build(LATENT, CPU)
     several = copies(LATENT, call, l2_bytes=LATENT.bytes)

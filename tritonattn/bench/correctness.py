@@ -23,6 +23,7 @@ from ..testing import Budget, error_factor
 from .cases import Case
 
 ROWS = 16  # of a sample, at most
+TILE = 128  # queries: no kernel's tile has more, and where one ends is a place for faults
 SEQUENCES = 8
 # Peers are here to be compared with, and round in their own ways: all that matters of them is that
 # they compute the same thing.
@@ -42,7 +43,7 @@ class Wrong(Exception):
 
 
 def samples(case: Case, seed: int = 0) -> list[Sample]:
-    """Ends, beginnings and middles of the longest, the shortest and some other sequences."""
+    """Ends, beginnings, middles and seams of the longest, the shortest and some other sequences."""
     draw = random.Random(seed)
     order = sorted(range(case.batch), key=lambda b: (case.keys[b], case.queries[b]))
     wanted = {order[0], order[-1], *draw.sample(order, min(case.batch, SEQUENCES - 2))}
@@ -57,6 +58,8 @@ def samples(case: Case, seed: int = 0) -> list[Sample]:
         starts = {lq - rows}
         if anywhere and lq > rows:
             starts |= {0, draw.randrange(lq - rows)}
+            if lq >= 2 * TILE:
+                starts.add(TILE * draw.randint(lq // TILE // 2, lq // TILE - 1) - rows // 2)
         chosen += [Sample(b, start, rows, next(heads)) for start in sorted(starts)]
     return chosen
 
