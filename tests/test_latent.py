@@ -173,3 +173,15 @@ def test_heuristic_keeps_two_tiles_of_latent_keys_in_shared_memory(
     found = space.candidates(problem, device)
     assert config in found
     assert len(found) > 2
+
+
+def test_latent_call_is_compiled_by_torch_as_a_whole(device: torch.device) -> None:
+    """Tracing has no addresses to compare."""
+    case = dataclasses.replace(DECODE, dtype=fp16)
+    (q, keys, _, table, lens), _ = case.build(device)
+
+    def attend(q, keys, table, lens):
+        return tritonattn.paged_attention(q, keys, keys[..., :32], table, lens)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, keys, table, lens), attend(q, keys, table, lens))
